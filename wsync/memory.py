@@ -1,0 +1,288 @@
+"""Slots: blocks of shared memory that hold one version each, and the checks before reserving one.
+
+A slot is one memfd (or one unlinked file in a declared directory):
+
+    data    [0, nbytes)                 the packed lane
+    tail    one header, then per chunk: a ready byte, and the xxh3-64 digest of its data
+
+The tail makes a slot self-describing: whoever has its descriptor knows which version it holds, which
+chunks are there and what they must hash to. So a holder that restarts can adopt slots that
+living members hand back, and a one-sided reader in another process can follow the ready bytes.
+
+A slot has one writer at a time. Ready bytes are set after the data they speak of is in place.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Iterable
+
+from wsync.errors import ArenaError
+
+_MAGIC = b"wsyncSL1"
+_HEADER = struct.Struct("<8sQQQQQ")  # magic, nbytes, chunk_nbytes, version, is_sealed, channel's key
+_PAGE = mmap.PAGESIZE
+_MADV_POPULATE_READ = 22
+_MADV_POPULATE_WRITE = 23
+
+
+class Slot:
+    """A mapped slot. Its owner creates it (`reserve`), members and restarted holders map it (`attach`).
+
+    `data` is a memoryview of `nbytes` bytes; `ready` one byte per chunk; `digests` one uint64 per chunk.
+    The last chunk may be short. A slot of zero bytes has no chunks and is complete at once.
+    """
+
+    def __init__(self, fd: int, *, is_writable: bool) -> None:
+        self.fd = fd
+        total = os.fstat(fd).st_size
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
+        self._map = mmap.mmap(fd, total, mmap.MAP_SHARED, access)
+        magic, nbytes, chunk_nbytes, _, _, _ = _HEADER.unpack_from(self._map, total - _PAGE)
+        if magic != _MAGIC or not 0 < chunk_nbytes <= 1 << 40 or _total_nbytes(nbytes, chunk_nbytes) != total:
+            self._map.close()
+            raise ArenaError("a descriptor that was handed over is not a wsync slot")
+        self.nbytes: int = nbytes
+        self.chunk_nbytes: int = chunk_nbytes
+        self.num_chunks = -(-nbytes // chunk_nbytes)
+        view = memoryview(self._map)
+        digests_at, ready_at = _tail_offsets(nbytes, chunk_nbytes)
+        self.data = view[:nbytes]
+        self.digests = view[digests_at : digests_at + 8 * self.num_chunks].cast("Q")
+        self.ready = view[ready_at : ready_at + self.num_chunks]
+        self._header_at = total - _PAGE
+        self._changed = threading.Condition()
+
+    @classmethod
+    def reserve(cls, nbytes: int, chunk_nbytes: int, *, arena: str = "memory") -> Slot:
+        """A new zeroed slot whose pages are all there. Raises `ArenaError` naming what is lacking; reserves nothing then."""
+        total = _total_nbytes(nbytes, chunk_nbytes)
+        if arena == "memory":
+            _check_memory(total)
+            fd = os.memfd_create("wsync", os.MFD_CLOEXEC)
+        else:
+            fd = _unlinked_file(arena)
+        try:
+            os.posix_fallocate(fd, 0, total)  # a full disk or tmpfs is an error here, never a SIGBUS later
+            os.pwrite(fd, _HEADER.pack(_MAGIC, nbytes, chunk_nbytes, 0, 0, 0), total - _PAGE)
+            slot = cls(fd, is_writable=True)
+            slot.prefault()
+            return slot
+        except OSError as exc:
+            os.close(fd)
+            if exc.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG):
+                where = "memory" if arena == "memory" else f"the arena directory '{arena}'"
+                raise ArenaError(
+                    f"{where} has no room for a slot of {total} bytes ({exc.strerror})",
+                    hint="free some, use fewer slots, or choose another arena",
+                ) from exc
+            raise
+
+    @classmethod
+    def attach(cls, fd: int, *, is_writable: bool) -> Slot:
+        """Map a slot by a descriptor that came over a socket. The slot owns `fd` from here on."""
+        try:
+            slot = cls(fd, is_writable=is_writable)
+        except (OSError, ValueError, struct.error, ArenaError) as exc:
+            os.close(fd)
+            if isinstance(exc, ArenaError):
+                raise
+            raise ArenaError(f"a slot that was handed over cannot be mapped: {exc}") from exc
+        return slot
+
+    def prefault(self) -> None:
+        """Map all pages now, so that no later copy pays for a page fault (measured: 9 times slower)."""
+        for advice in (_MADV_POPULATE_WRITE, _MADV_POPULATE_READ):
+            try:
+                self._map.madvise(advice)
+                return
+            except (OSError, ValueError):  # an older kernel, or a read-only mapping
+                continue
+
+    def reader_fd(self) -> int:
+        """A new read-only descriptor of this slot, to hand to a reader. The caller closes it."""
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+    # --- which version it holds
+    @property
+    def version(self) -> int:
+        """The version that the slot holds or receives; 0 when it is free."""
+        return int(_HEADER.unpack_from(self._map, self._header_at)[3])
+
+    @property
+    def is_sealed(self) -> bool:
+        """All chunks are there and agree with the digests of their source."""
+        return bool(_HEADER.unpack_from(self._map, self._header_at)[4])
+
+    @property
+    def channel_key(self) -> int:
+        """xxh3-64 of the channel's name and manifest, so that a slot is adopted only where it belongs."""
+        return int(_HEADER.unpack_from(self._map, self._header_at)[5])
+
+    def begin(self, version: int, channel_key: int) -> None:
+        """Give the slot to a version: no chunk is ready any more. The caller has made sure that nobody reads it."""
+        with self._changed:
+            self._write_header(0, is_sealed=False, channel_key=channel_key)
+            self.ready[:] = bytes(self.num_chunks)
+            self._write_header(version, is_sealed=False, channel_key=channel_key)
+            self._changed.notify_all()
+
+    def seal(self) -> None:
+        """Declare the slot whole. The caller has compared every digest."""
+        self._write_header(self.version, is_sealed=True, channel_key=self.channel_key)
+
+    def _write_header(self, version: int, *, is_sealed: bool, channel_key: int) -> None:
+        _HEADER.pack_into(
+            self._map, self._header_at, _MAGIC, self.nbytes, self.chunk_nbytes, version, is_sealed, channel_key
+        )
+
+    # --- chunks
+    def chunk_range(self, chunk: int) -> tuple[int, int]:
+        """`(offset, nbytes)` of a chunk in `data`."""
+        offset = chunk * self.chunk_nbytes
+        return offset, min(self.chunk_nbytes, self.nbytes - offset)
+
+    def chunk_data(self, chunk: int) -> memoryview:
+        offset, nbytes = self.chunk_range(chunk)
+        return self.data[offset : offset + nbytes]
+
+    def mark_ready(self, chunks: Iterable[int]) -> None:
+        """The data of these chunks is in place: readers that wait for them go on."""
+        with self._changed:
+            for chunk in chunks:
+                self.ready[chunk] = 1
+            self._changed.notify_all()
+
+    def unmark_ready(self, chunk: int) -> None:
+        """The data of this chunk turned out wrong and is fetched again."""
+        self.ready[chunk] = 0
+
+    def missing(self) -> list[int]:
+        """Chunks that are not there yet, ascending."""
+        return [chunk for chunk, is_ready in enumerate(self.ready) if not is_ready]
+
+    def is_ready(self, offset: int, nbytes: int) -> bool:
+        """Whether every chunk that overlaps `[offset, offset + nbytes)` is there."""
+        if nbytes <= 0:
+            return True
+        first, last = offset // self.chunk_nbytes, (offset + nbytes - 1) // self.chunk_nbytes
+        return all(self.ready[first : last + 1])
+
+    def wait_ready(self, offset: int, nbytes: int, version: int, timeout_s: float) -> bool:
+        """Block until the range is there. False at the deadline, or when the slot has gone to another version."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while self.version == version:
+                if self.is_ready(offset, nbytes):
+                    return True
+                left = deadline - time.monotonic()
+                if left <= 0 or not self._changed.wait(left):
+                    return self.version == version and self.is_ready(offset, nbytes)
+        return False
+
+    def close(self) -> None:
+        """Unmap and close. Views that others still hold keep the mapping until they are dropped."""
+        for view in (self.data, self.ready, self.digests):
+            view.release()
+        try:
+            self._map.close()
+        except BufferError:  # someone still holds a view (a tensor over the slot); freed with it
+            pass
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def _tail_offsets(nbytes: int, chunk_nbytes: int) -> tuple[int, int]:
+    num_chunks = -(-nbytes // chunk_nbytes)
+    digests_at = -(-nbytes // _PAGE) * _PAGE
+    return digests_at, digests_at + 8 * num_chunks
+
+
+def _total_nbytes(nbytes: int, chunk_nbytes: int) -> int:
+    """Data and tail, each from a page boundary; the header has the last page."""
+    num_chunks = -(-nbytes // chunk_nbytes)
+    _, ready_at = _tail_offsets(nbytes, chunk_nbytes)
+    return -(-(ready_at + num_chunks) // _PAGE) * _PAGE + _PAGE
+
+
+def _unlinked_file(directory: str) -> int:
+    """A file without a name: nothing is left behind by a crash."""
+    try:
+        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as exc:
+        if exc.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+            raise ArenaError(f"the arena directory '{directory}' cannot be used: {exc.strerror}") from exc
+    fd, path = tempfile.mkstemp(dir=directory, prefix="wsync-")
+    os.unlink(path)
+    return fd
+
+
+def _check_memory(nbytes: int) -> None:
+    """Refuse by name before the kernel kills somebody: available memory, and every cgroup limit above this process."""
+    limits = [("available memory (/proc/meminfo)", available_memory())]
+    limits += cgroup_headroom()
+    for name, room in limits:
+        if nbytes > room:
+            raise ArenaError(
+                f"a slot of {nbytes} bytes does not fit into {room} bytes of {name}",
+                hint="raise the limit, use fewer slots, or set arena to a directory on disk",
+            )
+
+
+def available_memory(meminfo: str = "/proc/meminfo") -> int:
+    """Bytes that the kernel says can be had without swapping."""
+    with open(meminfo) as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise ArenaError(f"{meminfo} does not say MemAvailable")
+
+
+def cgroup_headroom(root: str = "/sys/fs/cgroup", membership: str = "/proc/self/cgroup") -> list[tuple[str, int]]:
+    """`(name, free bytes)` of each cgroup limit that applies to this process; v1 and v2, every ancestor."""
+    found: list[tuple[str, int]] = []
+    try:
+        with open(membership) as lines:
+            entries = [line.strip().split(":", 2) for line in lines]
+    except OSError:
+        return found
+    for _, controllers, path in entries:
+        if controllers == "":
+            base, limit_name, usage_name = root, "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            base, limit_name, usage_name = f"{root}/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        parts = [part for part in path.split("/") if part and part != ".."]
+        for depth in range(len(parts), -1, -1):
+            folder = "/".join([base, *parts[:depth]])
+            limit, usage = _read_int(f"{folder}/{limit_name}"), _read_int(f"{folder}/{usage_name}")
+            if limit is not None and usage is not None:
+                cache = _cgroup_cache(f"{folder}/memory.stat")
+                found.append((f"the cgroup limit {folder}/{limit_name}", max(0, limit - usage + cache)))
+    return found
+
+
+def _read_int(path: str) -> int | None:
+    try:
+        with open(path) as file:
+            return int(file.read())
+    except (OSError, ValueError):  # absent, or "max"
+        return None
+
+
+def _cgroup_cache(path: str) -> int:
+    """Page cache that the kernel drops under pressure (clean file pages)."""
+    try:
+        with open(path) as lines:
+            stat = dict(line.split() for line in lines)
+    except (OSError, ValueError):
+        return 0
+    return int(stat.get("inactive_file", stat.get("total_inactive_file", "0")))

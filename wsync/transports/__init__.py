@@ -1,0 +1,1 @@
+"""Transports move ranges of bytes between holders; see `wsync.transports.base`."""
