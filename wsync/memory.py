@@ -187,16 +187,14 @@ class Slot:
         return False
 
     def close(self) -> None:
-        """Unmap and close. Views that others still hold keep the mapping until they are dropped."""
-        for view in (self.data, self.ready, self.digests):
-            view.release()
-        try:
-            self._map.close()
-        except BufferError:  # someone still holds a view (a tensor over the slot); freed with it
-            pass
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        """Give the slot up. Its memory is unmapped when the last view (a tensor over it, a running read) is dropped."""
+        if self.fd < 0:
+            return
+        os.close(self.fd)
+        self.fd = -1
+        self.data = self.ready = memoryview(b"")
+        self.digests = memoryview(b"").cast("Q")
+        del self._map  # views keep the mapping alive: closing it here could pull memory from under a copy
 
 
 def _tail_offsets(nbytes: int, chunk_nbytes: int) -> tuple[int, int]:

@@ -22,8 +22,8 @@ from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
 
-from wsync.memory import Slot
 from wsync.errors import TransferTimeout
+from wsync.memory import Slot
 
 Reach = Literal["process", "host", "network"]
 

@@ -1,0 +1,153 @@
+"""The trainer actor: real optimizer steps, one version after each, and the digests that everything is judged by.
+
+Digests are taken while nothing changes the weights; the next optimizer step starts as soon as `publish` has
+returned, while the version is still on its way. A publish that did not really take its snapshot would be seen.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import msgspec
+import torch
+from torch import nn
+
+import wsync
+from wsync.demo.check import digest_tensors
+from wsync.demo.models import initial_model
+from wsync.demo.records import Kill, Snapshot
+from wsync.demo.text import LESSON, PROMPTS, make_tokenizer
+from wsync.status import HolderPhase, VersionStatus
+
+CHANNEL = "demo"
+STEP_SIZE = 4e-3
+KILL_WAIT_S = 5.0
+
+
+class Target(msgspec.Struct, frozen=True):
+    """A receiving host that may be hit: its holder, and a replica of another host to kill at the same moment."""
+
+    host: str
+    holder_pid: int
+    replica_pid: int
+
+
+class Trainer:
+    """Trains one model on one process. Ray runs it as an actor with several threads; one of them trains."""
+
+    def __init__(self, model_name: str, seed: int, config: wsync.Config) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(seed)
+        self._tokenizer = make_tokenizer(model_name)
+        self._model = initial_model(model_name, seed)
+        lesson = self._tokenizer.encode(LESSON)
+        self._batch = torch.tensor([lesson[:48], lesson[48:96]])  # int64, [sequence, token]
+        self._step = 0
+        self._loss = 0.0
+        self._training: threading.Thread | None = None
+        self._publisher = wsync.Publisher(CHANNEL, self._model, config=config)
+        self._last: wsync.Publication
+        self._train()
+
+    def prompts(self) -> list[list[int]]:
+        """Token ids of the prompts."""
+        return [self._tokenizer.encode(prompt) for prompt in PROMPTS]
+
+    def publish(self, targets: list[Target], timeout_s: float) -> tuple[Snapshot, Kill | None]:
+        """Publish the weights of the last step; returns once the version is staged everywhere.
+
+        With `targets`, a relaying holder and a replica are killed on the way. The weights of the next step are
+        being made meanwhile. Raises the errors of wsync.
+        """
+        if self._training is not None:
+            self._training.join()
+        step, loss = self._step, self._loss
+        digests = digest_tensors(self._model.state_dict())
+        publication = self._publisher.publish(step=step)
+        published_s = time.monotonic()
+        # While a kill is awaited the watching thread gets the processor for itself; training starts right after it.
+        kill = self._kill(publication, targets) if targets else None
+        self._training = threading.Thread(target=self._train, name="train")
+        self._training.start()
+        publication.wait_staged(timeout_s=timeout_s)
+        transfer_s = time.monotonic() - published_s
+        status = publication.status()
+        snapshot = Snapshot(
+            version=publication.version,
+            step=step,
+            loss=loss,
+            digests=digests,
+            publish_pause_s=publication.pause_s,
+            transfer_s=transfer_s,
+            nbytes=status.nbytes,
+            nbytes_moved=sum(holder.nbytes_received for holder in status.holders),
+            num_hosts=len(status.holders),
+        )
+        self._last = publication
+        return snapshot, kill
+
+    def wait_committed(self, num_replicas: int, timeout_s: float) -> None:
+        """Wait until so many replicas run the last version. Raises the errors of wsync."""
+        self._last.wait_committed(timeout_s=timeout_s, num_replicas=num_replicas)
+
+    def close(self) -> None:
+        """Finish the step at hand and leave the channel."""
+        if self._training is not None:
+            self._training.join()
+        self._publisher.close()
+
+    def _train(self) -> None:
+        """One step of SGD on the lesson, the step of each tensor scaled to its norm (LARS, arXiv:1708.03888).
+
+        Plain SGD in bf16 would round most updates away; a step of 0.4 % of the norm changes every tensor.
+        """
+        self._model.train()
+        self._model.zero_grad(set_to_none=True)
+        loss = self._model(input_ids=self._batch, labels=self._batch).loss
+        loss.backward()
+        with torch.no_grad():
+            for parameter in self._model.parameters():
+                _update(parameter)
+        self._model.zero_grad(set_to_none=True)
+        self._model.eval()
+        self._step += 1
+        self._loss = float(loss)
+
+    def _kill(self, publication: wsync.Publication, targets: list[Target]) -> Kill:
+        """SIGKILL a holder that others pull from, as soon as it has some of the bytes, and a replica elsewhere."""
+        deadline_s = time.monotonic() + KILL_WAIT_S
+        while True:
+            status = publication.status()
+            chosen, is_relaying = _choose(status, targets)
+            received = {holder.host: holder.nbytes_received for holder in status.holders}.get(chosen.host, 0)
+            if received > 0 or time.monotonic() > deadline_s:
+                break
+        os.kill(chosen.holder_pid, signal.SIGKILL)
+        os.kill(chosen.replica_pid, signal.SIGKILL)
+        return Kill(
+            version=publication.version,
+            host=chosen.host,
+            holder_pid=chosen.holder_pid,
+            replica_pid=chosen.replica_pid,
+            was_relaying=is_relaying,
+            nbytes_received=received,
+            nbytes=status.nbytes,
+        )
+
+
+def _choose(status: VersionStatus, targets: list[Target]) -> tuple[Target, bool]:
+    """The target from which another host pulls, if there is one; else the first."""
+    parents = {parent for holder in status.holders for parent in holder.parents if holder.phase == HolderPhase.PULLING}
+    relaying = [target for target in targets if target.host in parents]
+    return (relaying or targets)[0], bool(relaying)
+
+
+def _update(parameter: nn.Parameter) -> None:
+    if parameter.grad is None:
+        return
+    gradient, weight = parameter.grad.float(), parameter.float()
+    scale = STEP_SIZE * weight.norm() / gradient.norm().clamp_min(1e-12)
+    parameter.copy_(weight - scale * gradient)

@@ -1,0 +1,462 @@
+"""What the coordinator knows of one channel, and what it orders the holders to do. Pure: no clock, no sockets.
+
+Every event updates the state; `reconcile` then compares what is with what should be and returns orders. It is
+level-triggered: after a restart of the coordinator the same function finds from the holders' reports what is
+missing, so there is no second recovery path.
+
+Rules:
+- one version at a time is on its way; the newest that waits comes next, older ones that wait are superseded;
+- every holder with a replica of the channel gets the version that is on its way, or else the newest staged one;
+- a version whose origin is lost goes on if the living holders have every chunk of it and its digests, and is
+  aborted otherwise. Everybody then stays on the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from wsync.engine.membership import View
+from wsync.engine.planner import make_plan, recovery_order
+from wsync.engine.protocol import (
+    Abort,
+    Announce,
+    AskHave,
+    ChannelReport,
+    Committed,
+    Flight,
+    Message,
+    Pull,
+    ReplicaReport,
+    Seal,
+    SlotReport,
+    TrainerReport,
+)
+from wsync.errors import ChannelError, ErrorContext, StaleView
+from wsync.manifest import Manifest
+from wsync.plan import Plan
+from wsync.status import HolderPhase, HolderStatus, ReplicaPhase, ReplicaStatus, VersionPhase, VersionStatus
+
+Order = tuple[str, Message]
+"""A message to a holder, by its id."""
+
+PATIENCE_S = 30.0
+RECOVERY_PATIENCE_S = 0.5
+NUM_REMEMBERED = 16
+
+
+@dataclass
+class _Trainer:
+    holder_id: str
+    member_id: str
+    incarnation: str
+
+
+@dataclass
+class _Replica:
+    holder_id: str
+    incarnation: str
+    committed_version: int = 0
+    pauses: dict[int, float] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass
+class _Receiver:
+    """A holder's part in a version. The origin has one too."""
+
+    phase: HolderPhase = HolderPhase.PULLING
+    nbytes_received: int = 0
+    transfer_s: float = 0.0
+    error: str = ""
+    sources: tuple[str, ...] = ()  # as ordered last
+    ready: bytes | None = None  # its answer while the origin is lost
+
+
+@dataclass
+class _Version:
+    step: int
+    nbytes: int
+    chunk_nbytes: int
+    manifest_digest: str
+    origin: str = ""
+    phase: VersionPhase = VersionPhase.PENDING
+    is_sealed: bool = False
+    digests: tuple[int, ...] = ()
+    error: str = ""
+    deadline: float = 0.0
+    holders: dict[str, _Receiver] = field(default_factory=dict)
+
+    @property
+    def num_chunks(self) -> int:
+        return -(-self.nbytes // self.chunk_nbytes)
+
+    @property
+    def is_over(self) -> bool:
+        return self.phase in (VersionPhase.SUPERSEDED, VersionPhase.ABORTED)
+
+
+class Channel:
+    """State of one channel at the coordinator. Methods that change it return nothing; then call `reconcile`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.highest = 0
+        self.manifests: dict[str, Manifest] = {}
+        self.manifest_digest = ""
+        self.trainer: _Trainer | None = None
+        self.replicas: dict[str, _Replica] = {}
+        self.versions: dict[int, _Version] = {}
+        self.plans: list[tuple[int, Plan]] = []
+        self._orders: list[Order] = []
+
+    # --- members
+    def register_trainer(
+        self, holder_id: str, report: TrainerReport, manifest: Manifest, last_version: int, view: View
+    ) -> None:
+        """Raises `ChannelError` while another trainer of the channel lives."""
+        present = self.trainer
+        if present is not None and present.member_id != report.member_id and view.holder(present.holder_id):
+            raise ChannelError(
+                f"channel '{self.name}' is already published by {present.member_id} on {present.holder_id}",
+                hint="close that publisher first, or use another channel",
+                context=ErrorContext(channel=self.name, phase="join", peers=(present.member_id,)),
+            )
+        self.trainer = _Trainer(holder_id, report.member_id, report.incarnation)
+        self.manifest_digest = manifest.digest()
+        self.manifests[self.manifest_digest] = manifest
+        self.highest = max(self.highest, last_version)
+
+    def register_replica(self, holder_id: str, report: ReplicaReport) -> None:
+        former = self.replicas.get(report.member_id)
+        entry = _Replica(holder_id, report.incarnation, report.committed_version)
+        if former is not None and former.incarnation == report.incarnation:
+            entry.pauses, entry.errors = former.pauses, former.errors
+        self.replicas[report.member_id] = entry
+
+    def member_gone(self, member_id: str, incarnation: str) -> None:
+        """A message about a former incarnation changes nothing."""
+        if self.trainer and (self.trainer.member_id, self.trainer.incarnation) == (member_id, incarnation):
+            self.trainer = None
+        replica = self.replicas.get(member_id)
+        if replica and replica.incarnation == incarnation:
+            del self.replicas[member_id]
+
+    def committed(self, report: Committed) -> None:
+        replica = self.replicas.get(report.member_id)
+        if replica is None:
+            return
+        if report.error:
+            replica.errors[report.version] = report.error
+        else:
+            replica.committed_version = report.version
+            replica.pauses[report.version] = report.pause_s
+
+    # --- versions
+    def announce(self, holder_id: str, message: Announce) -> None:
+        """Raises `StaleView` for a trainer that has been replaced meanwhile."""
+        if self.trainer is None or self.trainer.incarnation != message.incarnation:
+            raise StaleView(
+                f"channel '{self.name}' has another trainer now",
+                context=ErrorContext(channel=self.name, version=message.version, phase="publish"),
+            )
+        if message.version <= self.highest and message.version in self.versions:
+            return
+        self.highest = max(self.highest, message.version)
+        for number, version in self.versions.items():
+            if version.phase is VersionPhase.PENDING or number == message.replaces:
+                self._end(number, VersionPhase.SUPERSEDED, f"version {message.version} took its place")
+            if number not in message.kept and holder_id in version.holders and number < message.version:
+                del version.holders[holder_id]
+        entry = _Version(
+            message.step, message.nbytes, message.chunk_nbytes, message.manifest_digest, origin=holder_id
+        )
+        entry.holders[holder_id] = _Receiver()
+        self.versions[message.version] = entry
+        self._forget_old()
+
+    def abandon(self, number: int, reason: str) -> None:
+        version = self.versions.get(number)
+        if version is not None and not version.is_sealed:
+            self._end(number, VersionPhase.ABORTED, reason)
+
+    def sealed(self, holder_id: str, number: int, digests: tuple[int, ...]) -> None:
+        """The origin has digested every chunk: tell those who pull what the chunks must hash to."""
+        version = self.versions.get(number)
+        if version is None or version.is_over or version.origin != holder_id:
+            return
+        version.is_sealed, version.digests = True, digests
+        version.holders.setdefault(holder_id, _Receiver()).phase = HolderPhase.WHOLE
+        for other, receiver in version.holders.items():
+            if receiver.phase is HolderPhase.PULLING:
+                self._orders.append((other, Seal(self.name, number, digests)))
+
+    def staged(self, holder_id: str, number: int, nbytes_received: int, transfer_s: float) -> None:
+        version = self.versions.get(number)
+        if version is None:
+            return
+        receiver = version.holders.setdefault(holder_id, _Receiver())
+        receiver.phase = HolderPhase.WHOLE
+        receiver.nbytes_received, receiver.transfer_s = nbytes_received, transfer_s
+
+    def pull_failed(self, holder_id: str, number: int, error: str) -> None:
+        version = self.versions.get(number)
+        if version is not None and holder_id in version.holders:
+            receiver = version.holders[holder_id]
+            receiver.phase, receiver.error = HolderPhase.FAILED, error
+
+    def have(self, holder_id: str, number: int, ready: bytes) -> None:
+        version = self.versions.get(number)
+        if version is not None and holder_id in version.holders:
+            version.holders[holder_id].ready = ready
+
+    def adopted(self, holder_id: str, report: SlotReport) -> None:
+        """A restarted holder has a whole slot again, unless it disagrees with what is known of the version."""
+        known = self.versions.get(report.version)
+        if known is not None and known.is_sealed and known.digests != report.digests:
+            return
+        self._restore_slot(holder_id, report)
+
+    # --- holders
+    def restore(self, holder_id: str, report: ChannelReport, view: View) -> None:
+        """What a holder says of the channel when it (re)connects. The coordinator may know nothing else."""
+        self.highest = max(self.highest, report.highest_version)
+        for manifest in report.manifests:
+            self.manifests[manifest.digest()] = manifest
+        for replica in report.replicas:
+            self.register_replica(holder_id, replica)
+        if report.trainer is not None and report.manifests:
+            self.register_trainer(holder_id, report.trainer, report.manifests[-1], report.highest_version, view)
+        for slot in report.slots:
+            self._restore_slot(holder_id, slot)
+        if not self.manifest_digest and report.manifests:
+            self.manifest_digest = report.manifests[-1].digest()
+
+    def _restore_slot(self, holder_id: str, report: SlotReport) -> None:
+        version = self.versions.get(report.version)
+        if version is None:
+            version = _Version(report.step, report.nbytes, report.chunk_nbytes, report.manifest_digest)
+            self.versions[report.version] = version
+        if version.is_over:
+            return
+        self.highest = max(self.highest, report.version)
+        if report.is_origin:
+            version.origin = holder_id
+        if report.digests and not version.is_sealed:
+            version.is_sealed, version.digests = True, report.digests
+        receiver = version.holders.setdefault(holder_id, _Receiver())
+        receiver.sources = ()
+        receiver.phase = HolderPhase.WHOLE if report.is_whole else HolderPhase.PULLING
+        if report.is_whole and version.phase is VersionPhase.PENDING:
+            version.phase = VersionPhase.STAGED
+
+    def holder_lost(self, holder_id: str) -> None:
+        """A holder has gone with its members and whatever it held."""
+        if self.trainer and self.trainer.holder_id == holder_id:
+            self.trainer = None
+        for member_id in [m for m, r in self.replicas.items() if r.holder_id == holder_id]:
+            del self.replicas[member_id]
+        for number, version in self.versions.items():
+            receiver = version.holders.get(holder_id)
+            if receiver is not None and receiver.phase is not HolderPhase.FAILED:
+                receiver.phase = HolderPhase.LOST
+            if version.origin == holder_id and not version.is_sealed and not version.is_over:
+                self._end(number, VersionPhase.ABORTED, f"its origin {holder_id} was lost before it was whole")
+
+    # --- what should be
+    def reconcile(self, view: View, now: float, transfer_timeout_s: float) -> list[Order]:
+        """Orders that bring the holders to where they should be. Calling it again without an event orders nothing."""
+        while True:
+            self._start_next(now, transfer_timeout_s)
+            number = self._on_its_way() or self.newest_staged(view)
+            if number:
+                self._feed(number, view)
+            if not self._finish(now):
+                orders, self._orders = self._orders, []
+                return [order for order in orders if view.holder(order[0])]
+
+    def _on_its_way(self) -> int:
+        return max((n for n, v in self.versions.items() if v.phase is VersionPhase.TRANSFERRING), default=0)
+
+    def newest_staged(self, view: View) -> int:
+        """The newest version that some living holder has whole, 0 when there is none."""
+        whole = [
+            number
+            for number, version in self.versions.items()
+            if version.phase is VersionPhase.STAGED
+            and any(r.phase is HolderPhase.WHOLE and view.holder(h) for h, r in version.holders.items())
+        ]
+        return max(whole, default=0)
+
+    def _start_next(self, now: float, transfer_timeout_s: float) -> None:
+        if self._on_its_way():
+            return
+        pending = [number for number, version in self.versions.items() if version.phase is VersionPhase.PENDING]
+        if pending:
+            version = self.versions[max(pending)]
+            version.phase = VersionPhase.TRANSFERRING
+            version.deadline = now + transfer_timeout_s
+            self._orders.append((version.origin, Flight(self.name, max(pending), True)))
+
+    def _feed(self, number: int, view: View) -> None:
+        """Order a `Pull` for every holder that needs the version and whose sources are new."""
+        version = self.versions[number]
+        wanting = {replica.holder_id for replica in self.replicas.values()}
+        for holder in view.holders:
+            if holder.holder_id in wanting:
+                receiver = version.holders.setdefault(holder.holder_id, _Receiver())
+                if receiver.phase is HolderPhase.LOST:  # it is back, empty
+                    version.holders[holder.holder_id] = _Receiver()
+        for other, receiver in version.holders.items():
+            if receiver.phase is HolderPhase.PULLING and other != version.origin and other not in wanting:
+                receiver.phase = HolderPhase.LOST  # its last replica has left
+                self._orders.append((other, Abort(self.name, number, "no replica on this host wants it any more")))
+        living = {h: r for h, r in version.holders.items() if view.holder(h)}
+        pulling = [h for h, r in living.items() if r.phase is HolderPhase.PULLING and h != version.origin]
+        if not pulling:
+            return
+        whole = [h for h, r in living.items() if r.phase is HolderPhase.WHOLE]
+        if version.origin in living and living[version.origin].phase is not HolderPhase.LOST:
+            root = version.origin
+        elif whole:
+            root = whole[0]
+        else:
+            self._recover(number, view, pulling)
+            return
+        others = [h for h in whole if h != root]
+        plan = make_plan(version.nbytes, origin=root, receivers=[*others, *pulling])
+        self._order_pulls(number, plan, view, pulling, PATIENCE_S)
+
+    def _recover(self, number: int, view: View, pulling: list[str]) -> None:
+        """The origin is lost and nobody is whole: ask who has what, then let them complete each other, or abort."""
+        version = self.versions[number]
+        if not version.is_sealed:
+            self._end(number, VersionPhase.ABORTED, "its origin was lost before its digests were known")
+            return
+        silent = [h for h in pulling if version.holders[h].ready is None]
+        if silent:
+            self._orders += [(h, AskHave(self.name, number)) for h in silent if version.holders[h].sources != ("?",)]
+            for h in silent:
+                version.holders[h].sources = ("?",)  # asked
+            return
+        order, is_covered = recovery_order({h: version.holders[h].ready or b"" for h in pulling}, version.num_chunks)
+        if not is_covered:
+            self._end(number, VersionPhase.ABORTED, "its origin was lost and the other hosts do not have all of it")
+            return
+        plan = make_plan(version.nbytes, origin=order[0], receivers=order[1:])
+        self._order_pulls(number, plan, view, order[1:], RECOVERY_PATIENCE_S)
+        self._order_pull(number, order[0], tuple(order[1:]), view, RECOVERY_PATIENCE_S)
+
+    def _order_pulls(self, number: int, plan: Plan, view: View, pulling: Iterable[str], patience_s: float) -> None:
+        changed = False
+        wanted = set(pulling)
+        for route in plan.routes:
+            if route.receiver in wanted:
+                changed |= self._order_pull(number, route.receiver, route.sources, view, patience_s)
+        if changed:
+            self.plans.append((number, plan))
+
+    def _order_pull(self, number: int, holder_id: str, sources: tuple[str, ...], view: View, patience_s: float) -> bool:
+        version = self.versions[number]
+        receiver = version.holders[holder_id]
+        if receiver.sources == sources:
+            return False
+        receiver.sources = sources
+        records = [view.holder(source) for source in sources]
+        pull = Pull(
+            channel=self.name,
+            version=number,
+            step=version.step,
+            nbytes=version.nbytes,
+            chunk_nbytes=version.chunk_nbytes,
+            manifest_digest=version.manifest_digest,
+            sources=tuple(record.source() for record in records if record is not None),
+            patience_s=patience_s,
+            digests=version.digests,
+            is_sealed=version.is_sealed,
+        )
+        self._orders.append((holder_id, pull))
+        return True
+
+    def _finish(self, now: float) -> bool:
+        """End the transfer that is complete, or late. True when the next may start."""
+        number = self._on_its_way()
+        if not number:
+            return False
+        version = self.versions[number]
+        for holder_id, receiver in version.holders.items():
+            if now >= version.deadline and receiver.phase is HolderPhase.PULLING:
+                receiver.phase, receiver.error = HolderPhase.FAILED, "left behind: not staged by its deadline"
+                self._orders.append((holder_id, Abort(self.name, number, receiver.error)))
+        if any(receiver.phase is HolderPhase.PULLING for receiver in version.holders.values()):
+            return False
+        if not version.is_sealed:
+            self._end(number, VersionPhase.ABORTED, "it was not packed by its deadline")
+            return True
+        version.phase = VersionPhase.STAGED
+        self._orders.append((version.origin, Flight(self.name, number, False)))
+        return True
+
+    def _end(self, number: int, phase: VersionPhase, reason: str) -> None:
+        version = self.versions[number]
+        if version.is_over:
+            return
+        for holder_id, receiver in version.holders.items():
+            if receiver.phase is HolderPhase.PULLING or holder_id == version.origin:
+                self._orders.append((holder_id, Abort(self.name, number, reason)))
+        version.phase, version.error = phase, reason
+
+    def _forget_old(self) -> None:
+        for number in sorted(self.versions)[:-NUM_REMEMBERED]:
+            if self.versions[number].phase is not VersionPhase.TRANSFERRING:
+                del self.versions[number]
+        used = {version.manifest_digest for version in self.versions.values()} | {self.manifest_digest}
+        self.manifests = {digest: m for digest, m in self.manifests.items() if digest in used}
+        for replica in self.replicas.values():
+            replica.pauses = {n: s for n, s in replica.pauses.items() if n in self.versions}
+            replica.errors = {n: e for n, e in replica.errors.items() if n in self.versions}
+
+    # --- what is
+    def status(self, number: int, view: View) -> VersionStatus:
+        """Raises `ChannelError` for a version that is not remembered."""
+        version = self.versions.get(number)
+        if version is None:
+            raise ChannelError(
+                f"channel '{self.name}' has no version {number}",
+                hint=f"the last {NUM_REMEMBERED} are remembered; the newest is {self.highest}",
+                context=ErrorContext(channel=self.name, version=number),
+            )
+        hosts = {record.holder_id: record.host for record in view.holders}
+        holders = tuple(
+            HolderStatus(hosts.get(h, h), r.phase, r.nbytes_received, r.transfer_s, r.sources, r.error)
+            for h, r in version.holders.items()
+            if h != version.origin
+        )
+        replicas = tuple(
+            ReplicaStatus(
+                member_id,
+                hosts.get(replica.holder_id, replica.holder_id),
+                self._replica_phase(replica, number, version),
+                replica.pauses.get(number, 0.0),
+                replica.errors.get(number, "") or _receiver_error(version, replica.holder_id),
+            )
+            for member_id, replica in self.replicas.items()
+        )
+        return VersionStatus(
+            self.name, number, version.step, version.phase, version.nbytes, version.error, holders, replicas
+        )
+
+    def _replica_phase(self, replica: _Replica, number: int, version: _Version) -> ReplicaPhase:
+        if replica.committed_version >= number:
+            return ReplicaPhase.COMMITTED
+        receiver = version.holders.get(replica.holder_id)
+        if number in replica.errors or (receiver is not None and receiver.phase is HolderPhase.FAILED):
+            return ReplicaPhase.FAILED
+        if receiver is None:
+            return ReplicaPhase.JOINING
+        return ReplicaPhase.STAGED if receiver.phase is HolderPhase.WHOLE else ReplicaPhase.PULLING
+
+
+def _receiver_error(version: _Version, holder_id: str) -> str:
+    receiver = version.holders.get(holder_id)
+    return receiver.error if receiver is not None else ""

@@ -1,0 +1,305 @@
+"""The coordinator: membership, and which version goes where. Soft state behind one authenticated tcp socket.
+
+It holds no weights and sees no chunks; its load grows with holders and versions only. When it dies, transfers go
+on without it; a new one learns everything from the holders, which connect to it and say what they have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from dataclasses import dataclass, field
+
+from wsync.config import Config
+from wsync.engine import protocol
+from wsync.engine.channel import Channel, Order
+from wsync.engine.membership import HolderRecord, View
+from wsync.engine.protocol import Done, HolderHello, Message
+from wsync.engine.wire import Listener, Wire
+from wsync.errors import ChannelError, ConfigError, ErrorContext, PeerLost, StaleView
+from wsync.events import Aborted, Committed, EventBus, PlanMade, Staged, ViewChanged
+from wsync.status import ReplicaPhase, VersionPhase, VersionStatus
+
+logger = logging.getLogger("wsync")
+
+PURPOSE = "coordinator"
+
+
+@dataclass
+class _Session:
+    """One holder's connection, and the messages that wait to be sent to it: a stopped holder blocks nobody."""
+
+    wire: Wire
+    record: HolderRecord
+    last_heard: float
+    outbox: asyncio.Queue[Message] = field(default_factory=asyncio.Queue)
+    sender: asyncio.Task[None] | None = None
+
+    def close(self) -> None:
+        if self.sender is not None:
+            self.sender.cancel()
+        self.wire.close()
+
+
+class Coordinator:
+    """Serves one job. `run` until cancelled; `address` is known after `start`."""
+
+    def __init__(self, config: Config, token: str, events: EventBus | None = None) -> None:
+        self.config = config
+        self.view = View()
+        self.events = events or EventBus()
+        self.address: tuple[str, int] = ("", 0)
+        self._token = token
+        self._listener: Listener | None = None
+        self._channels: dict[str, Channel] = {}
+        self._sessions: dict[str, _Session] = {}
+        self._changed = asyncio.Event()
+        self._quiet_until = 0.0
+
+    def start(self, port: int = 0) -> None:
+        """Bind and listen on `config.listen`. Raises `ConfigError` when the address cannot be had."""
+        sock = listening_socket(self.config.listen, port)
+        self.address = sock.getsockname()[:2]
+        self._listener = Listener(sock, self._token, purpose=PURPOSE)
+
+    @property
+    def num_refused(self) -> int:
+        """Connections without the token so far."""
+        return self._listener.num_refused if self._listener else 0
+
+    @property
+    def num_holders(self) -> int:
+        return len(self._sessions)
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        assert self._listener is not None
+        watch = asyncio.create_task(self._watch())
+        try:
+            await self._listener.run(self._serve)
+        finally:
+            watch.cancel()
+            self._listener.close()
+
+    # --- connections
+    async def _serve(self, wire: Wire) -> None:
+        session: list[_Session] = []
+
+        async def handle(wire: Wire, message: Message, descriptors: list[int]) -> Message | None:
+            if isinstance(message, HolderHello):
+                session[:] = [self._welcome(wire, message)]
+                return Done()
+            if not session:
+                raise StaleView("a holder must introduce itself first")
+            session[0].last_heard = asyncio.get_running_loop().time()
+            return await self._handle(session[0], message)
+
+        try:
+            await wire.serve(handle)
+        finally:
+            if session:
+                self._lose(session[0], "its connection closed")
+
+    def _welcome(self, wire: Wire, hello: HolderHello) -> _Session:
+        now = asyncio.get_running_loop().time()
+        former = self._sessions.get(hello.holder_id)
+        if former is not None:
+            self._lose(former, "it came back")
+        if hello.channels and not self._channels:
+            # We are new and the job is not: give the other holders time to report before judging what is missing.
+            self._quiet_until = now + self.config.lost_after_s
+        wire.peer = f"holder {hello.holder_id}"
+        session = _Session(wire, HolderRecord.of(hello), now)
+        self._sessions[hello.holder_id] = session
+        self.view = self.view.joined(session.record)
+        session.sender = asyncio.create_task(self._send_outbox(session))
+        for report in hello.channels:
+            with contextlib.suppress(ChannelError):  # a second trainer: the present one stays
+                self._channel(report.channel).restore(hello.holder_id, report, self.view)
+        self._view_changed()
+        self._reconcile()
+        return session
+
+    async def _send_outbox(self, session: _Session) -> None:
+        with contextlib.suppress(PeerLost):
+            while True:
+                await session.wire.notify(await session.outbox.get())
+
+    def _lose(self, session: _Session, reason: str) -> None:
+        holder_id = session.record.holder_id
+        session.close()
+        if self._sessions.get(holder_id) is not session:
+            return
+        del self._sessions[holder_id]
+        self.view = self.view.left(holder_id)
+        logger.info("holder %s left: %s", holder_id, reason)
+        for channel in self._channels.values():
+            channel.holder_lost(holder_id)
+        self._view_changed()
+        self._reconcile()
+
+    async def _watch(self) -> None:
+        """Deadlines: silent holders have gone, late transfers are ended."""
+        while True:
+            await asyncio.sleep(self.config.heartbeat_s / 2)
+            now = asyncio.get_running_loop().time()
+            for session in list(self._sessions.values()):
+                if now - session.last_heard > self.config.lost_after_s:
+                    self._lose(session, f"silent for {self.config.lost_after_s:g} s")
+            self._reconcile()
+
+    # --- messages
+    async def _handle(self, session: _Session, message: Message) -> Message | None:
+        match message:
+            case protocol.Beat():
+                return Done()
+            case protocol.AwaitVersion():
+                return await self._await_version(message)
+            case protocol.GetManifest():
+                return self._manifest(message)
+            case _:
+                reply = self._change(session.record.holder_id, message)
+                self._reconcile()
+                return reply
+
+    def _change(self, holder_id: str, message: Message) -> Message | None:
+        channel = self._channel(getattr(message, "channel", ""))
+        match message:
+            case protocol.RegisterTrainer(_, report, manifest, last_version):
+                channel.register_trainer(holder_id, report, manifest, last_version, self.view)
+                return protocol.Attached(manifest, channel.highest)
+            case protocol.RegisterReplica(_, replica):
+                channel.register_replica(holder_id, replica)
+                return protocol.Attached(channel.manifests.get(channel.manifest_digest), channel.highest)
+            case protocol.MemberGone(_, member_id, incarnation):
+                channel.member_gone(member_id, incarnation)
+            case protocol.Announce():
+                self._announce(channel, holder_id, message)
+            case protocol.Abandon(_, version, reason):
+                channel.abandon(version, reason)
+            case protocol.Sealed(_, version, digests):
+                channel.sealed(holder_id, version, digests)
+            case protocol.Staged(name, version, nbytes_received, transfer_s):
+                channel.staged(holder_id, version, nbytes_received, transfer_s)
+                self.events.emit(Staged(name, version, holder_id, nbytes_received, transfer_s))
+            case protocol.Adopted(_, slot):
+                channel.adopted(holder_id, slot)
+            case protocol.PullFailed(_, version, error):
+                channel.pull_failed(holder_id, version, error)
+                logger.warning("holder %s could not fetch version %d of '%s': %s", holder_id, version, channel.name, error)
+            case protocol.Committed(name, member_id, version, pause_s, error):
+                channel.committed(message)
+                if not error:
+                    self.events.emit(Committed(name, version, member_id, pause_s))
+            case protocol.Have(_, version, ready):
+                channel.have(holder_id, version, ready)
+            case _:
+                raise StaleView(f"a holder does not send {type(message).__name__}")
+        return None
+
+    def _announce(self, channel: Channel, holder_id: str, message: protocol.Announce) -> None:
+        try:
+            channel.announce(holder_id, message)
+        except StaleView as exc:
+            self._send([(holder_id, protocol.Abort(message.channel, message.version, exc.problem))])
+
+    def _channel(self, name: str) -> Channel:
+        if name not in self._channels:
+            self._channels[name] = Channel(name)
+        return self._channels[name]
+
+    def _manifest(self, message: protocol.GetManifest) -> Message:
+        found = self._channel(message.channel).manifests.get(message.digest)
+        if found is None:
+            raise ChannelError(f"channel '{message.channel}' has no manifest {message.digest}")
+        return protocol.ManifestFound(found)
+
+    # --- orders and waits
+    def _reconcile(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if now < self._quiet_until:
+            self._wake()
+            return
+        for channel in self._channels.values():
+            before = {n: v.phase for n, v in channel.versions.items()}
+            self._send(channel.reconcile(self.view, now, self.config.transfer_timeout_s))
+            for number, plan in channel.plans:
+                routes = tuple(f"{route.sources[0]}>{route.receiver}" for route in plan.routes)
+                self.events.emit(PlanMade(channel.name, number, routes))
+            channel.plans.clear()
+            for number, version in channel.versions.items():
+                if version.phase is VersionPhase.ABORTED and before.get(number) is not VersionPhase.ABORTED:
+                    logger.warning("version %d of '%s' is aborted: %s", number, channel.name, version.error)
+                    self.events.emit(Aborted(channel.name, number, version.error))
+        self._wake()
+
+    def _send(self, orders: list[Order]) -> None:
+        for holder_id, message in orders:
+            session = self._sessions.get(holder_id)
+            if session is not None:
+                session.outbox.put_nowait(message)
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def _view_changed(self) -> None:
+        holders = tuple(record.holder_id for record in self.view.holders)
+        members = tuple(member for channel in self._channels.values() for member in channel.replicas)
+        self.events.emit(ViewChanged(self.view.number, holders, members))
+
+    async def _await_version(self, wish: protocol.AwaitVersion) -> Message:
+        if wish.channel not in self._channels:
+            raise ChannelError(
+                f"there is no channel '{wish.channel}'",
+                hint=f"known: {', '.join(sorted(self._channels)) or 'none'}",
+                context=ErrorContext(channel=wish.channel),
+            )
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wish.timeout_s
+        while True:
+            status = self._channels[wish.channel].status(wish.version, self.view)
+            verdict = is_reached(status, wish)
+            if verdict is not None:
+                return protocol.VersionReport(status, verdict)
+            left = deadline - loop.time()
+            if left <= 0:
+                return protocol.VersionReport(status, False)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._changed.wait()
+
+
+def is_reached(status: VersionStatus, wish: protocol.AwaitVersion) -> bool | None:
+    """Whether the wish has come true, cannot come true any more (False), or is still open (None)."""
+    phases = {ReplicaPhase.COMMITTED} if wish.phase == "committed" else {ReplicaPhase.COMMITTED, ReplicaPhase.STAGED}
+    num_there = status.count(*phases)
+    num_failed = status.count(ReplicaPhase.FAILED)
+    wanted = wish.num_replicas or max(1, len(status.replicas))
+    if num_there >= wanted:
+        return True
+    if status.phase in (VersionPhase.SUPERSEDED, VersionPhase.ABORTED):
+        return False
+    if not wish.num_replicas and num_failed and num_there + num_failed >= len(status.replicas):
+        return False
+    return None
+
+
+def listening_socket(listen: str, port: int = 0) -> socket.socket:
+    """A listening tcp socket on that address only. Raises `ConfigError` when it cannot be had."""
+    host = listen.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(256)
+    except OSError as exc:
+        sock.close()
+        raise ConfigError(
+            f"cannot listen on {listen}:{port} ({exc.strerror or exc})",
+            hint="set listen to an address of this machine",
+        ) from exc
+    return sock

@@ -1,0 +1,292 @@
+"""A member's connection to its host's holder: blocking, thread-safe, and without a thread of its own.
+
+Whoever waits for a reply reads the socket for all that wait; there is no reader thread, so that a training
+loop or a decode loop shares its GIL with nobody. When the holder dies the link finds the next one (it
+restarts with the host's first member, or by Ray), attaches again and hands back the slots that it still maps.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from wsync.auth import authenticate_client
+from wsync.engine import protocol
+from wsync.engine.protocol import FetchSlot, FrameBuffer, Message
+from wsync.engine.wire import descriptors_of
+from wsync.errors import AuthError, ConnectError, ErrorContext, PeerLost, TransferTimeout, WsyncError
+from wsync.memory import Slot
+
+PURPOSE = "member"
+_RECV_NBYTES = 1 << 18
+_ANCILLARY_NBYTES = socket.CMSG_SPACE(protocol.MAX_DESCRIPTORS * array.array("i").itemsize)
+
+
+class HolderAddress(msgspec.Struct, frozen=True):
+    """Where a host's holder listens (an abstract unix socket name, without its NUL) and the job's token."""
+
+    socket_name: str
+    token: str
+    host: str
+
+
+Locate = Callable[[float], HolderAddress]
+"""Find or start this host's holder within so many seconds. Raises ConnectError and others by name."""
+
+
+class _Connection:
+    """One socket and the replies that came over it."""
+
+    def __init__(self, address: HolderAddress, timeout_s: float) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(timeout_s)
+        try:
+            self.sock.connect("\0" + address.socket_name)
+            authenticate_client(self.sock, address.token, PURPOSE)
+        except AuthError:
+            self.sock.close()
+            raise
+        except OSError as exc:
+            self.sock.close()
+            raise ConnectError(
+                f"this host's holder does not answer ({exc})", context=ErrorContext(phase="connect")
+            ) from exc
+        self.sock.setblocking(True)
+        self.slots: dict[int, Slot] = {}
+        self.is_broken = False
+        self._changed = threading.Condition()
+        self._send_lock = threading.Lock()
+        self._replies: dict[int, tuple[Message, list[int]]] = {}
+        self._buffer = FrameBuffer()
+        self._has_reader = False
+        self._next_id = 0
+
+    def send(self, message: Message, *, is_request: bool, descriptors: tuple[int, ...] = ()) -> int:
+        with self._send_lock:
+            if is_request:
+                self._next_id += 1
+            request_id = self._next_id if is_request else 0
+            frame = memoryview(protocol.encode_frame(request_id, message, num_descriptors=len(descriptors)))
+            try:
+                if descriptors:
+                    frame = frame[socket.send_fds(self.sock, [frame], list(descriptors)) :]
+                self.sock.sendall(frame)
+            except OSError as exc:
+                self._break()
+                raise PeerLost("this host's holder has gone") from exc
+            return request_id
+
+    def receive(self, request_id: int, deadline: float) -> tuple[Message, list[int]] | None:
+        """The reply, or None at the deadline. Raises PeerLost when the holder has gone."""
+        while True:
+            with self._changed:
+                while self._has_reader and request_id not in self._replies and not self.is_broken:
+                    if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                        break
+                if request_id in self._replies:
+                    return self._replies.pop(request_id)
+                if self.is_broken:
+                    raise PeerLost("this host's holder has gone")
+                if time.monotonic() >= deadline:
+                    return None
+                if self._has_reader:
+                    continue
+                self._has_reader = True
+            try:
+                self._read_once(deadline)
+            finally:
+                with self._changed:
+                    self._has_reader = False
+                    self._changed.notify_all()
+
+    def _read_once(self, deadline: float) -> None:
+        poller = select.poll()
+        poller.register(self.sock, select.POLLIN)
+        try:
+            if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                return
+            received, ancillary, _, _ = self.sock.recvmsg(_RECV_NBYTES, _ANCILLARY_NBYTES)
+            if not received:
+                raise ConnectionResetError
+            self._buffer.feed(received, descriptors_of(ancillary))
+            while (frame := self._buffer.take()) is not None:
+                request_id, is_reply, message = protocol.decode_payload(frame[0])
+                with self._changed:
+                    if is_reply:
+                        self._replies[request_id] = (message, frame[1])
+        except (OSError, WsyncError, msgspec.DecodeError) as exc:
+            self._break()
+            raise PeerLost("this host's holder has gone") from exc
+
+    def _break(self) -> None:
+        with self._changed:
+            self.is_broken = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        self._break()
+        for fd in self._buffer.drop_descriptors():
+            os.close(fd)
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.sock.close()
+        for slot in self.slots.values():
+            slot.close()
+        self.slots.clear()
+
+
+class Link:
+    """What a member says to its holder, whichever process that is at the moment.
+
+    `attach` is the message that introduces the member, made anew for each holder. `hand_back` yields, for each
+    slot that the member still maps, the message to offer it to a new holder with.
+    """
+
+    def __init__(
+        self,
+        locate: Locate,
+        attach: Callable[[], Message],
+        *,
+        is_writer: bool,
+        join_timeout_s: float,
+    ) -> None:
+        self._locate = locate
+        self._attach = attach
+        self._is_writer = is_writer
+        self._join_timeout_s = join_timeout_s
+        self._lock = threading.RLock()
+        self._connection: _Connection | None = None
+        self._is_closed = False
+        self.hand_back: Callable[[Slot], Message | None] = lambda _: None
+        self.on_attached: Callable[[Message], None] = lambda _: None
+        self.host = ""
+
+    @property
+    def is_broken(self) -> bool:
+        """The connection was lost; the next use joins again."""
+        connection = self._connection
+        return connection is None or connection.is_broken
+
+    def connect(self, deadline: float) -> None:
+        """Be attached to a living holder, or raise by the deadline. Nothing happens when the link is whole."""
+        with self._lock:
+            self._connected(deadline)
+
+    def _connected(self, deadline: float) -> _Connection:
+        with self._lock:
+            if self._is_closed:
+                raise ConnectError("this publisher or replica is closed", hint="create a new one")
+            if self._connection is not None and not self._connection.is_broken:
+                return self._connection
+            former, self._connection = self._connection, None
+            try:
+                self._connection = self._join(deadline, former)
+            finally:
+                if former is not None:
+                    former.close()
+            return self._connection
+
+    def _join(self, deadline: float, former: _Connection | None) -> _Connection:
+        pause_s = 0.01
+        while True:
+            try:
+                return self._join_once(deadline, former)
+            except (ConnectError, PeerLost) as exc:  # it died in between, or is not up yet
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise ConnectError(
+                        f"no holder on this host within the deadline: {exc.problem}", hint=exc.hint, context=exc.context
+                    ) from exc
+                time.sleep(min(pause_s, left))
+                pause_s = min(2 * pause_s, 0.25)
+
+    def _join_once(self, deadline: float, former: _Connection | None) -> _Connection:
+        left = max(0.1, deadline - time.monotonic())
+        address = self._locate(left)
+        connection = _Connection(address, min(left, 5.0))
+        try:
+            if former is not None:
+                self._return_slots(connection, former)
+            reply = self._ask(connection, self._attach(), deadline)
+        except BaseException:
+            connection.close()
+            raise
+        self.host = address.host
+        self.on_attached(reply)
+        return connection
+
+    def _return_slots(self, connection: _Connection, former: _Connection) -> None:
+        for slot in former.slots.values():
+            message = self.hand_back(slot) if slot.is_sealed else None
+            if message is not None:
+                connection.send(message, is_request=False, descriptors=(slot.fd,))
+
+    def _ask(self, connection: _Connection, message: Message, deadline: float) -> Message:
+        request_id = connection.send(message, is_request=True)
+        answer = connection.receive(request_id, deadline)
+        if answer is None:
+            raise TransferTimeout(
+                f"this host's holder has not answered {type(message).__name__} in time",
+                context=ErrorContext(peers=("holder",), phase="control"),
+            )
+        reply, descriptors = answer
+        for fd in descriptors:
+            os.close(fd)
+        if isinstance(reply, protocol.Failure):
+            raise reply.error.build()
+        return reply
+
+    def ask(self, message: Message, *, timeout_s: float, grace_s: float = 5.0) -> Message:
+        """One request and its reply. Raises PeerLost when the holder dies meanwhile (the caller knows whether to repeat).
+
+        The holder answers within `timeout_s`; `grace_s` more is the deadline for a holder that hangs.
+        """
+        connection = self._connected(time.monotonic() + self._join_timeout_s)
+        return self._ask(connection, message, time.monotonic() + timeout_s + grace_s)
+
+    def tell(self, message: Message) -> None:
+        """A notice. Raises PeerLost when the holder has gone."""
+        self._connected(time.monotonic() + self._join_timeout_s).send(message, is_request=False)
+
+    def slot(self, slot_id: int, *, timeout_s: float) -> Slot:
+        """The mapped slot; mapped once and kept for as long as the holder lives."""
+        connection = self._connected(time.monotonic() + self._join_timeout_s)
+        slot = connection.slots.get(slot_id)
+        if slot is None:
+            request_id = connection.send(FetchSlot(slot_id), is_request=True)
+            answer = connection.receive(request_id, time.monotonic() + timeout_s)
+            if answer is None:
+                raise TransferTimeout("this host's holder has not handed over a slot in time")
+            reply, descriptors = answer
+            if isinstance(reply, protocol.Failure):
+                raise reply.error.build()
+            slot = Slot.attach(descriptors[0], is_writable=self._is_writer)
+            slot.prefault()
+            connection.slots[slot_id] = slot
+        return slot
+
+    def forget_slots(self, keep: set[int]) -> list[Slot]:
+        """Unmap slots that the holder no longer has; returns them after closing."""
+        connection = self._connection
+        if connection is None:
+            return []
+        gone = [slot_id for slot_id in connection.slots if slot_id not in keep]
+        slots = [connection.slots.pop(slot_id) for slot_id in gone]
+        for slot in slots:
+            slot.close()
+        return slots
+
+    def close(self) -> None:
+        """Leave: the holder sees the connection close and drops leases at once. Idempotent."""
+        self._is_closed = True
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()

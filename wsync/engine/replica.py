@@ -1,0 +1,307 @@
+"""The inference side: a `Replica` follows a channel and installs its versions in place, at step boundaries of yours.
+
+The bytes are fetched and checked by the host's holder while inference goes on. The only work in this process is the
+commit: one copy from the mapped slot into the live tensors, whose storages, pointers and strides never change.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from wsync.config import Config
+from wsync.engine import protocol
+from wsync.engine.link import Link
+from wsync.engine.protocol import Message
+from wsync.engine.session import default_member_id, find_holder
+from wsync.engine.tensors import LiveTensors, live_tensors
+from wsync.errors import (
+    ChannelError,
+    CommitError,
+    ConfigError,
+    ErrorContext,
+    ManifestMismatch,
+    PeerLost,
+    StaleView,
+    TransferTimeout,
+    WsyncError,
+)
+from wsync.manifest import Lane, Manifest, Placement, check_agreement, lane_of
+from wsync.memory import Slot
+
+
+class Commit(msgspec.Struct, frozen=True):
+    """One installed version. `pause_s` is how long the live tensors were being written."""
+
+    version: int
+    step: int
+    pause_s: float
+    nbytes: int
+
+
+class Replica:
+    """Follows one channel with the live tensors of `target`.
+
+    `target` is an `nn.Module`, a state dict or a mapping of names to torch tensors or numpy arrays. Without `names` it
+    must have exactly the channel's tensors; with `names` it follows only these. `auto_commit` installs a new version
+    by itself right before a forward pass of the module begins (target must be an `nn.Module`).
+
+    After the constructor has returned, this host receives the channel's versions, beginning with the newest. Raises
+    ManifestMismatch naming every difference when the channel's tensors are known already, ConnectError when there is no
+    coordinator. A replica is not ready to serve (`is_ready`) before its first commit.
+    """
+
+    def __init__(
+        self,
+        channel: str,
+        target: Any,
+        *,
+        names: Sequence[str] | None = None,
+        auto_commit: bool = False,
+        member_id: str = "",
+        config: Config | None = None,
+    ) -> None:
+        self.channel = channel
+        self.config = config or Config.from_env()
+        self.member_id = member_id or default_member_id("replica")
+        self._target, self._names = target, tuple(names) if names is not None else None
+        self._incarnation = secrets.token_hex(8)
+        self._version, self._floor = 0, 0
+        self._is_torn = False
+        self._is_closed = False
+        self._steps: dict[int, tuple[int, str]] = {}
+        self._manifests: dict[str, Manifest] = {}
+        self._agreed: tuple[str, Manifest, Lane] | None = None
+        self._lock = threading.RLock()
+        self._hook: Any = None
+        ours = live_tensors(target, self._names, is_target=True).manifest
+        if auto_commit and not hasattr(target, "register_forward_pre_hook"):
+            raise ConfigError("auto_commit needs an nn.Module, whose forward passes are its step boundaries")
+        self._link = Link(
+            lambda timeout_s: find_holder(self.config, timeout_s),
+            lambda: protocol.AttachReplica(self.channel, self.member_id, self._incarnation, self._version),
+            is_writer=False,
+            join_timeout_s=self.config.join_timeout_s,
+        )
+        self._link.hand_back = self._hand_back
+        self._link.on_attached = self._attached
+        self._link.connect(time.monotonic() + self.config.join_timeout_s)
+        try:
+            for manifest in self._manifests.values():
+                check_agreement(manifest, ours, channel=channel, is_partial=self._names is not None)
+        except ManifestMismatch:
+            self._link.close()
+            raise
+        if auto_commit:
+            self._hook = target.register_forward_pre_hook(lambda *_: self.commit_latest() and None)
+
+    def _attached(self, reply: Message) -> None:
+        assert isinstance(reply, protocol.Attached)
+        if reply.manifest is not None:
+            self._manifests = {reply.manifest.digest(): reply.manifest}
+
+    def _hand_back(self, slot: Slot) -> Message | None:
+        if slot.version not in self._steps:
+            return None
+        step, manifest_digest = self._steps[slot.version]
+        return protocol.HandBack(self.channel, step, manifest_digest)
+
+    @property
+    def version(self) -> int:
+        """The version that the live tensors have, whole and in every tensor; 0 before the first commit."""
+        return self._version
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the replica may serve: it has committed a version, and the last commit did not fail half-way."""
+        return self._version > 0 and not self._is_torn
+
+    def commit_latest(self) -> Commit | None:
+        """Install the newest version that is staged on this host; None when there is nothing newer.
+
+        Call it between two steps of inference, from the thread that runs them. Either every tensor has the new version
+        when this returns, or none has changed and it raises: ManifestMismatch, CommitError. Never waits for a transfer;
+        while this host's holder is being replaced it returns None.
+        """
+        try:
+            return self._commit(self._floor + 1, 0, timeout_s=0.0)
+        except (PeerLost, StaleView):
+            return None
+
+    def wait_version(self, min_version: int = 1, *, timeout_s: float = 60.0) -> Commit:
+        """Wait until `min_version` or newer is staged on this host, and install the newest.
+
+        Returns at once when the live tensors have it already. Raises TransferTimeout naming the channel's state at the
+        deadline, ChannelError when nobody publishes the channel.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if self._version >= min_version:
+                return Commit(self._version, self._steps.get(self._version, (0, ""))[0], 0.0, 0)
+            left = max(0.0, deadline - time.monotonic())
+            try:
+                commit = self._commit(max(self._floor + 1, min_version), 0, timeout_s=left)
+            except (PeerLost, StaleView):
+                commit = None
+            if commit is not None:
+                return commit
+            if time.monotonic() >= deadline:
+                raise self._not_there(min_version, timeout_s)
+
+    def _not_there(self, min_version: int, timeout_s: float) -> WsyncError:
+        context = ErrorContext(channel=self.channel, version=min_version, phase="stage", elapsed_s=timeout_s)
+        if not self._manifests:
+            try:
+                self._link.ask(protocol.GetManifest(self.channel, ""), timeout_s=1.0)
+            except ChannelError as exc:
+                return ChannelError(
+                    f"nobody has published channel '{self.channel}'", hint=exc.hint or "check its name", context=context
+                )
+            except WsyncError as exc:
+                return exc
+        return TransferTimeout(
+            f"version {min_version} of '{self.channel}' is not staged on this host (running {self._version})",
+            hint="check that the trainer publishes and what Publication.status() says",
+            context=context,
+        )
+
+    def rollback(self, version: int = 0) -> Commit:
+        """Install a kept older version again (0: the one before the present). Newer ones than the present are followed.
+
+        The version left behind is not installed again by `commit_latest`. Raises CommitError listing the kept
+        versions when it is not on this host any more: its slot is reused when the version after next arrives.
+        """
+        newest = version or self._version - 1
+        commit = self._commit(version or 1, newest, timeout_s=0.0) if newest > 0 else None
+        if commit is None:
+            raise CommitError(
+                f"version {version or 'before ' + str(self._version)} is not kept on this host",
+                hint="keep more versions with Config(num_slots=3) or higher",
+                context=ErrorContext(channel=self.channel, version=version, phase="rollback"),
+            )
+        return commit
+
+    def _commit(self, min_version: int, max_version: int, *, timeout_s: float) -> Commit | None:
+        if self._is_closed:
+            raise CommitError(f"this replica of '{self.channel}' is closed", hint="create a new Replica")
+        leased = self._link.ask(protocol.LeaseVersion(min_version, max_version, timeout_s), timeout_s=timeout_s)
+        assert isinstance(leased, protocol.VersionLeased)
+        if not leased.version:
+            return None
+        with self._lock:
+            try:
+                commit = self._install(leased)
+            except PeerLost:
+                raise
+            except BaseException as exc:
+                self._release(leased.version, is_committed=False, pause_s=0.0, error=str(exc))
+                raise
+            self._release(leased.version, is_committed=True, pause_s=commit.pause_s, error="")
+            return commit
+
+    def _install(self, leased: protocol.VersionLeased) -> Commit:
+        live = live_tensors(self._target, self._names, is_target=True)
+        lane = self._agree(leased.manifest_digest, live.manifest)
+        slot = self._link.slot(leased.slot_id, timeout_s=10.0)
+        if slot.version != leased.version or not slot.is_sealed:
+            raise CommitError(
+                f"the slot of version {leased.version} holds version {slot.version}",
+                context=ErrorContext(channel=self.channel, version=leased.version, phase="commit"),
+            )
+        started = time.monotonic()
+        self._is_torn = True  # until every tensor is written
+        try:
+            live.install(slot, lane)
+        except BaseException as exc:
+            self._restore(live, lane, exc, leased.version)
+            raise CommitError(
+                f"version {leased.version} could not be installed: {exc}",
+                hint="the former version is in place" if not self._is_torn else "commit another version before serving",
+                context=ErrorContext(channel=self.channel, version=leased.version, phase="commit"),
+            ) from exc
+        self._is_torn = False
+        pause_s = time.monotonic() - started
+        self._version = leased.version
+        self._floor = max(self._floor, leased.version)
+        self._steps[leased.version] = (leased.step, leased.manifest_digest)
+        self._steps = {v: s for v, s in self._steps.items() if v in leased.kept or v == leased.version}
+        return Commit(leased.version, leased.step, pause_s, lane.nbytes)
+
+    def _restore(self, live: LiveTensors, lane: Lane, cause: BaseException, failed_version: int) -> None:
+        """A commit failed half-way: put the former version back from its slot, if this host still has it."""
+        if not self._version or self._version == failed_version:
+            return
+        try:
+            leased = self._link.ask(protocol.LeaseVersion(self._version, self._version, 0.0), timeout_s=0.0)
+            assert isinstance(leased, protocol.VersionLeased)
+            if leased.version == self._version:
+                live.install(self._link.slot(leased.slot_id, timeout_s=10.0), lane)
+                self._is_torn = False
+                self._release(leased.version, is_committed=False, pause_s=0.0, error="")
+        except Exception as exc:
+            cause.add_note(f"the former version could not be restored either: {exc}")
+
+    def _agree(self, manifest_digest: str, ours: Manifest) -> Lane:
+        """The channel's lane with a placement for each of our tensors, in our order. Raises ManifestMismatch."""
+        if self._agreed is not None and self._agreed[0] == manifest_digest and self._agreed[1] == ours:
+            return self._agreed[2]
+        theirs = self._manifests.get(manifest_digest)
+        if theirs is None:
+            reply = self._link.ask(protocol.GetManifest(self.channel, manifest_digest), timeout_s=30.0)
+            assert isinstance(reply, protocol.ManifestFound)
+            theirs = reply.manifest
+            self._manifests = {manifest_digest: theirs}
+        check_agreement(theirs, ours, channel=self.channel, is_partial=self._names is not None)
+        places = {place.name: place for place in lane_of(theirs).placements}
+        lane = Lane(tuple(places[spec.name] for spec in ours.tensors), lane_of(theirs).nbytes)
+        self._agreed = (manifest_digest, ours, lane)
+        return lane
+
+    def _release(self, version: int, *, is_committed: bool, pause_s: float, error: str) -> None:
+        try:
+            self._link.ask(protocol.ReleaseVersion(version, is_committed, pause_s, error), timeout_s=5.0)
+        except (PeerLost, TransferTimeout):
+            pass  # the holder has gone and the lease with it; the next one learns our version when we attach
+
+    def digests(self) -> dict[str, int]:
+        """xxh3-64 of every live tensor's bytes in logical order, by name."""
+        live = live_tensors(self._target, self._names, is_target=True)
+        return dict(zip((spec.name for spec in live.manifest.tensors), live.digests(), strict=True))
+
+    def verify(self) -> list[str]:
+        """Names of the live tensors that differ from the version that this replica runs; empty when all are equal.
+
+        Compares with the bytes in this host's slot, whose digests were checked against the trainer's. Raises ChannelError
+        when the version is not on this host any more.
+        """
+        with self._lock:
+            live = live_tensors(self._target, self._names, is_target=True)
+            lane = self._agree(self._steps[self._version][1] if self._version else "", live.manifest)
+            places: Sequence[Placement] = lane.placements
+            ranges = tuple((place.offset, place.nbytes) for place in places)
+            reply = self._link.ask(protocol.HashRanges(self._version, ranges), timeout_s=60.0)
+            assert isinstance(reply, protocol.RangeHashes)
+            return [
+                place.name for place, theirs, ours in zip(places, reply.hashes, live.digests(), strict=True) if theirs != ours
+            ]
+
+    def close(self) -> None:
+        """Leave the channel; the live tensors stay as they are. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            if self._hook is not None:
+                self._hook.remove()
+                self._hook = None
+            self._link.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,250 @@
+"""Find this host's holder, or start it. Members call `find_holder`; where there is Ray, Ray keeps the holders.
+
+Without Ray, a job is a folder that only its user can read: `coordinator.json` (address and token of the job)
+and one record per host with the name of the holder's socket. A file lock decides who starts a holder, and which
+holder carries the coordinator. `WSYNC_ADDRESS` with `WSYNC_TOKEN_FILE` or `WSYNC_TOKEN` names a coordinator that runs
+elsewhere (`wsync coordinator`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from wsync.auth import authenticate_client, new_token
+from wsync.config import Config
+from wsync.engine.link import PURPOSE, HolderAddress
+from wsync.errors import AuthError, ConfigError, ConnectError, ErrorContext
+
+
+_Record = TypeVar("_Record", bound=msgspec.Struct)
+
+
+class CoordinatorRecord(msgspec.Struct, frozen=True):
+    """`coordinator.json`: where the job's coordinator is, and the job's token. `pid` 0: not one that a holder carries."""
+
+    host: str
+    port: int
+    token: str
+
+
+class HolderRecord(msgspec.Struct, frozen=True):
+    """One host's record: the name of its holder's socket."""
+
+    socket_name: str
+    pid: int
+
+
+class HolderOrder(msgspec.Struct, frozen=True):
+    """What a new holder process is told on its standard input."""
+
+    config: Config
+    host: str
+    folder: str
+    token: str
+    address: tuple[str, int] | None
+
+
+def default_member_id(role: str) -> str:
+    """Unique on the machine, the same for an actor that Ray restarts."""
+    ray = _running_ray()
+    if ray is not None:
+        from wsync.integrations.ray import actor_id
+
+        name = actor_id()
+        if name:
+            return f"{role}-{name}"
+    return f"{role}-{os.getpid()}-{secrets.token_hex(2)}"
+
+
+def find_holder(config: Config, timeout_s: float) -> HolderAddress:
+    """This host's holder; started if there is none. Raises ConnectError, ConfigError, AuthError."""
+    if _running_ray() is not None and not os.environ.get("WSYNC_ADDRESS"):
+        from wsync.integrations.ray import find_holder as find_ray_holder
+
+        return find_ray_holder(config, timeout_s)
+    return _find_local_holder(config, timeout_s)
+
+
+def _running_ray() -> object | None:
+    ray = sys.modules.get("ray")
+    return ray if ray is not None and getattr(ray, "is_initialized", lambda: False)() else None
+
+
+def host_id(config: Config) -> str:
+    """The declared host, or this kernel's boot id with the network namespace: emulated hosts on one machine differ."""
+    if config.host != "auto":
+        return config.host
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespace = os.stat("/proc/self/ns/net").st_ino
+    return hashlib.blake2b(f"{boot_id}/{namespace}".encode(), digest_size=6).hexdigest()
+
+
+def job_folder(config: Config) -> Path:
+    """The job's folder, readable by its user only. Raises ConfigError when it belongs to somebody else."""
+    base = os.environ.get("WSYNC_RUNTIME_DIR") or os.environ.get("XDG_RUNTIME_DIR") or "/tmp"
+    folder = Path(base) / f"wsync-{os.getuid()}" / config.job
+    for part in (folder.parent, folder):
+        part.mkdir(mode=0o700, exist_ok=True)
+        found = part.stat()
+        if found.st_uid != os.getuid() or found.st_mode & 0o077:
+            raise ConfigError(
+                f"{part} is open to other users", hint="set WSYNC_RUNTIME_DIR to a folder of yours with mode 0700"
+            )
+    return folder
+
+
+@contextlib.contextmanager
+def locked(path: Path, deadline: float) -> Iterator[None]:
+    """Hold an exclusive lock on `path`. Raises ConnectError at the deadline."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise ConnectError(
+                        f"another process has been starting a holder for too long ({path.name} is locked)",
+                        context=ErrorContext(phase="join"),
+                    ) from None
+                time.sleep(0.01)
+        yield
+    finally:
+        os.close(fd)
+
+
+def read_record(path: Path, kind: type[_Record]) -> _Record | None:
+    """The record in a file, or None when there is none (or a torn one)."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def write_record(path: Path, record: msgspec.Struct) -> None:
+    """Replace the file as a whole, mode 0600."""
+    fresh = path.with_suffix(f".{os.getpid()}.tmp")
+    fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(msgspec.json.encode(record))
+    fresh.rename(path)
+
+
+def named_coordinator() -> tuple[tuple[str, int], str] | None:
+    """Address and token from the environment. Raises ConfigError when they cannot be used."""
+    text = os.environ.get("WSYNC_ADDRESS", "")
+    if not text:
+        return None
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"WSYNC_ADDRESS must be host:port, not {text!r}")
+    token = os.environ.get("WSYNC_TOKEN", "")
+    token_file = os.environ.get("WSYNC_TOKEN_FILE", "")
+    if not token and token_file:
+        try:
+            token = Path(token_file).read_text().strip()
+        except OSError as exc:
+            raise ConfigError(f"WSYNC_TOKEN_FILE cannot be read: {exc.strerror}") from exc
+    if not token:
+        raise ConfigError("WSYNC_ADDRESS needs the job's token", hint="set WSYNC_TOKEN_FILE (or WSYNC_TOKEN)")
+    return (host.strip("[]"), int(port)), token
+
+
+def _find_local_holder(config: Config, timeout_s: float) -> HolderAddress:
+    deadline = time.monotonic() + timeout_s
+    folder, host = job_folder(config), host_id(config)
+    named = named_coordinator()
+    name = hashlib.blake2b(f"{host}/{named[0] if named else ''}".encode(), digest_size=8).hexdigest()
+    record_path = folder / f"holder-{name}.json"
+    with locked(folder / f"holder-{name}.lock", deadline):
+        token = named[1] if named else _job_token(folder, deadline)
+        record = read_record(record_path, HolderRecord)
+        if record is None or not _answers(record.socket_name, token):
+            order = HolderOrder(config, host, str(folder), token, named[0] if named else None)
+            record = _start_holder(order, deadline)
+            write_record(record_path, record)
+        return HolderAddress(record.socket_name, token, host)
+
+
+def _job_token(folder: Path, deadline: float) -> str:
+    path = folder / "coordinator.json"
+    with locked(folder / "coordinator.lock", deadline):
+        record = read_record(path, CoordinatorRecord)
+        if record is None:
+            record = CoordinatorRecord("", 0, new_token())
+            write_record(path, record)
+        return record.token
+
+
+def _answers(socket_name: str, token: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(2.0)
+        try:
+            sock.connect("\0" + socket_name)
+            authenticate_client(sock, token, PURPOSE)
+        except (OSError, AuthError):
+            return False
+    return True
+
+
+def _start_holder(order: HolderOrder, deadline: float) -> HolderRecord:
+    """A holder process of its own session: it outlives us, and leaves when its last member has gone."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "wsync.engine.process"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        cwd="/",
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process.stdin, process.stdout:
+        try:
+            process.stdin.write(msgspec.json.encode(order) + b"\n")
+            process.stdin.flush()
+            line = _read_line(process.stdout.fileno(), deadline)
+            return msgspec.json.decode(line, type=HolderRecord)
+        except (OSError, TimeoutError, msgspec.DecodeError) as exc:
+            process.kill()
+            process.wait()
+            raise ConnectError(
+                f"this host's holder did not start ({exc or type(exc).__name__})",
+                hint="run `python -m wsync.engine.process` by hand to see why",
+                context=ErrorContext(phase="join"),
+            ) from exc
+        finally:
+            _children.append(process)
+
+
+_children: list[subprocess.Popen[bytes]] = []
+"""Holders that this process started: kept, so that they are waited for when they end."""
+
+
+def _read_line(fd: int, deadline: float) -> bytes:
+    import select
+
+    line = b""
+    while not line.endswith(b"\n"):
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([fd], [], [], left)[0]:
+            raise TimeoutError("it did not report in time")
+        part = os.read(fd, 4096)
+        if not part:
+            raise OSError("it ended before it was ready")
+        line += part
+    return line

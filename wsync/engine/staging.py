@@ -1,0 +1,233 @@
+"""The slots of one channel on one host: which version lies where, who reads it, and which slot the next one gets.
+
+Invariants:
+- the newest whole version is never overwritten, except an unsent one by its own trainer (newest wins);
+- a slot is reused only when no lease is left; a lease ends when it is released or its member's connection closes,
+  never because time has passed;
+- before a slot is reused, every transport has confirmed that nobody reads it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import xxhash
+
+from wsync.config import Config
+from wsync.engine.protocol import SlotReport
+from wsync.errors import ErrorContext, TransferTimeout
+from wsync.memory import Slot
+from wsync.transports.base import Transport
+
+_slot_ids = itertools.count(1)
+WITHDRAW_TIMEOUT_S = 10.0
+
+
+class SlotPhase(StrEnum):
+    FREE = "free"
+    PACKING = "packing"
+    PULLING = "pulling"
+    WHOLE = "whole"
+
+
+@dataclass(eq=False)
+class HeldSlot:
+    """A slot and what the holder knows of the version in it."""
+
+    slot: Slot
+    slot_id: int = field(default_factory=lambda: next(_slot_ids))
+    phase: SlotPhase = SlotPhase.FREE
+    version: int = 0
+    step: int = 0
+    manifest_digest: str = ""
+    is_origin: bool = False
+    is_flying: bool = False
+    """Its transfer to the other hosts has begun and not ended."""
+    has_flown: bool = False
+    lessees: list[str] = field(default_factory=list)
+
+    def report(self) -> SlotReport:
+        is_whole = self.phase is SlotPhase.WHOLE
+        return SlotReport(
+            version=self.version,
+            step=self.step,
+            nbytes=self.slot.nbytes,
+            chunk_nbytes=self.slot.chunk_nbytes,
+            manifest_digest=self.manifest_digest,
+            is_origin=self.is_origin,
+            is_whole=is_whole,
+            digests=tuple(self.slot.digests) if is_whole else (),
+        )
+
+
+class Staging:
+    """All slots of a channel on this host. Used from the holder's event loop only."""
+
+    def __init__(self, channel: str, config: Config, transports: Iterable[Transport]) -> None:
+        self.channel = channel
+        self.slots: list[HeldSlot] = []
+        self._config = config
+        self._transports = list(transports)
+        self._lock = asyncio.Lock()
+        self._changed = asyncio.Event()
+
+    def key(self, version: int) -> str:
+        """Under which a version of this channel is offered and read."""
+        return f"{self.channel}@{version}"
+
+    def channel_key(self, manifest_digest: str) -> int:
+        return int(xxhash.xxh3_64_intdigest(f"{self.channel}\0{manifest_digest}"))
+
+    def find(self, version: int) -> HeldSlot | None:
+        return next((h for h in self.slots if h.version == version and h.phase is not SlotPhase.FREE), None)
+
+    def whole_versions(self) -> list[int]:
+        return sorted(h.version for h in self.slots if h.phase is SlotPhase.WHOLE)
+
+    def newest(self, min_version: int, max_version: int) -> HeldSlot | None:
+        """The newest whole version in the range (`max_version` 0: no upper end)."""
+        fitting = [
+            h
+            for h in self.slots
+            if h.phase is SlotPhase.WHOLE and h.version >= min_version and (not max_version or h.version <= max_version)
+        ]
+        return max(fitting, key=lambda h: h.version, default=None)
+
+    def wake(self) -> None:
+        """Something changed: whoever waits looks again."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def wait_change(self, deadline: float) -> bool:
+        """False at the deadline (loop time)."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def provide(self, nbytes: int, chunk_nbytes: int) -> None:
+        """Reserve what is missing of this channel's slots now, so that no update pays for page faults. Raises ArenaError."""
+        async with self._lock:
+            self._drop_unfit(nbytes, chunk_nbytes)
+            while len(self.slots) < self._config.num_slots:
+                slot = await asyncio.to_thread(Slot.reserve, nbytes, chunk_nbytes, arena=self._config.arena)
+                self.slots.append(HeldSlot(slot))
+
+    async def take(self, version: int, nbytes: int, chunk_nbytes: int, phase: SlotPhase, timeout_s: float) -> HeldSlot:
+        """A slot that now belongs to `version`, empty. Raises ArenaError, or TransferTimeout naming who holds the slots."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        await self.provide(nbytes, chunk_nbytes)
+        async with self._lock:
+            while True:
+                self._drop_unfit(nbytes, chunk_nbytes)
+                held = self._choose(nbytes, chunk_nbytes)
+                if held is not None:
+                    break
+                if not await self.wait_change(deadline):
+                    raise self._nothing_free(version, timeout_s)
+            await self._vacate(held)
+            held.phase, held.version = phase, version
+            held.is_origin, held.is_flying, held.has_flown = phase is SlotPhase.PACKING, False, False
+            return held
+
+    def _choose(self, nbytes: int, chunk_nbytes: int) -> HeldSlot | None:
+        newest = self.newest(0, 0)
+        candidates = [
+            held
+            for held in self.slots
+            if (held.slot.nbytes, held.slot.chunk_nbytes) == (nbytes, chunk_nbytes)
+            and not held.lessees
+            and not held.is_flying
+            and held.phase in (SlotPhase.FREE, SlotPhase.WHOLE)
+            and (held is not newest or (held.is_origin and not held.has_flown))
+        ]
+        return min(candidates, key=lambda h: (h.phase is not SlotPhase.FREE, h.version), default=None)
+
+    def _drop_unfit(self, nbytes: int, chunk_nbytes: int) -> None:
+        """The channel's manifest has changed: slots of another size go as soon as nobody needs them."""
+        newest = self.newest(0, 0)
+        for held in list(self.slots):
+            fits = (held.slot.nbytes, held.slot.chunk_nbytes) == (nbytes, chunk_nbytes)
+            is_idle = not held.lessees and held.phase in (SlotPhase.FREE, SlotPhase.WHOLE) and not held.is_flying
+            if not fits and is_idle and (held is not newest or held.phase is SlotPhase.FREE):
+                self._close(held)
+
+    def _close(self, held: HeldSlot) -> None:
+        if held.phase is not SlotPhase.FREE:
+            for transport in self._transports:
+                transport.withdraw(self.key(held.version), WITHDRAW_TIMEOUT_S)
+        self.slots.remove(held)
+        held.slot.close()
+
+    async def _vacate(self, held: HeldSlot) -> None:
+        if held.phase is SlotPhase.FREE:
+            return
+        key = self.key(held.version)
+        held.phase = SlotPhase.FREE
+        for transport in self._transports:
+            await asyncio.to_thread(transport.withdraw, key, WITHDRAW_TIMEOUT_S)
+
+    def _nothing_free(self, version: int, timeout_s: float) -> TransferTimeout:
+        readers = tuple(sorted({name for held in self.slots for name in held.lessees}))
+        flying = [str(held.version) for held in self.slots if held.is_flying]
+        why = f"slots are being read by {', '.join(readers)}" if readers else "no slot is free"
+        if flying:
+            why += f"; on its way: version {', '.join(flying)}"
+        return TransferTimeout(
+            f"no room for version {version} of '{self.channel}': {why}",
+            hint="let the replicas finish their commit, or set num_slots higher",
+            context=ErrorContext(
+                channel=self.channel, version=version, phase="stage", peers=readers, elapsed_s=timeout_s
+            ),
+        )
+
+    def begin(self, held: HeldSlot, step: int, manifest_digest: str) -> None:
+        """The slot starts to fill: offer it, so that a chunk is served on as soon as it is there."""
+        held.step, held.manifest_digest = step, manifest_digest
+        held.slot.begin(held.version, self.channel_key(manifest_digest))
+        self._offer(held)
+
+    def _offer(self, held: HeldSlot) -> None:
+        for transport in self._transports:
+            transport.offer(self.key(held.version), held.slot, held.version)
+
+    def complete(self, held: HeldSlot) -> None:
+        """Every chunk is there and has its digest: members may lease it."""
+        held.slot.seal()
+        held.phase = SlotPhase.WHOLE
+        self.wake()
+
+    async def discard(self, held: HeldSlot) -> None:
+        """Drop what is in the slot; a version that somebody is installing stays."""
+        if not held.lessees:
+            held.is_flying = False
+            await self._vacate(held)
+        self.wake()
+
+    def adopt(self, slot: Slot, step: int, manifest_digest: str) -> HeldSlot:
+        """Take over a whole slot of the former holder. The caller has checked its digests."""
+        held = HeldSlot(slot, phase=SlotPhase.WHOLE, version=slot.version, step=step, manifest_digest=manifest_digest)
+        held.has_flown = True
+        self.slots.append(held)
+        self._offer(held)
+        self.wake()
+        return held
+
+    def lease(self, held: HeldSlot, member_id: str) -> None:
+        held.lessees.append(member_id)
+
+    def release(self, held: HeldSlot, member_id: str) -> None:
+        if member_id in held.lessees:
+            held.lessees.remove(member_id)
+        self.wake()
+
+    def close(self) -> None:
+        for held in list(self.slots):
+            self.slots.remove(held)
+            held.slot.close()

@@ -1,0 +1,114 @@
+"""A holder's connection to the coordinator: found again after every loss, with everything reported anew.
+
+Notices keep their order. What is said while there is no connection is not queued up: the hello of the next connection
+carries the whole state instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+
+from wsync.config import Config
+from wsync.engine import wire as wires
+from wsync.engine.coordinator import PURPOSE
+from wsync.engine.protocol import Beat, HolderHello, Message
+from wsync.engine.wire import Handler, Wire
+from wsync.errors import ConnectError, ErrorContext, PeerLost, TransferTimeout, WsyncError
+
+logger = logging.getLogger("wsync")
+
+Resolve = Callable[[], Awaitable[tuple[str, int]]]
+"""Where the coordinator is now; may start it. Raises ConnectError and others by name."""
+
+
+class Upstream:
+    def __init__(
+        self, config: Config, token: str, resolve: Resolve, hello: Callable[[], HolderHello], handle: Handler
+    ) -> None:
+        self._config, self._token = config, token
+        self._resolve, self._hello, self._handle = resolve, hello, handle
+        self._wire: Wire | None = None
+        self._connected = asyncio.Event()
+        self._outbox: asyncio.Queue[Message] = asyncio.Queue()
+        self._last_error = "not tried yet"
+
+    async def run(self) -> None:
+        """Stay connected until cancelled."""
+        pause_s = 0.02
+        while True:
+            try:
+                await self._session()
+                pause_s = 0.02
+            except WsyncError as exc:
+                self._last_error = str(exc)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.5)
+
+    async def _session(self) -> None:
+        address = await self._resolve()
+        where = f"the coordinator at {address[0]}:{address[1]}"
+        wire = await wires.connect(address, self._token, purpose=PURPOSE, peer=where, timeout_s=5.0)
+        reading = asyncio.create_task(wire.serve(self._handle))
+        try:
+            while not self._outbox.empty():
+                self._outbox.get_nowait()
+            await wire.call(self._hello(), timeout_s=10.0)
+            self._wire = wire
+            self._connected.set()
+            async with asyncio.TaskGroup() as group:
+                sender = group.create_task(self._send_outbox(wire))
+                beater = group.create_task(self._beat(wire))
+                await reading
+                sender.cancel()
+                beater.cancel()
+        except* PeerLost as lost:
+            logger.debug("lost %s: %s", where, lost.exceptions[0])
+        finally:
+            self._wire = None
+            self._connected.clear()
+            wire.close()
+            reading.cancel()
+
+    async def _send_outbox(self, wire: Wire) -> None:
+        while True:
+            await wire.notify(await self._outbox.get())
+
+    async def _beat(self, wire: Wire) -> None:
+        while True:
+            await asyncio.sleep(self._config.heartbeat_s)
+            try:
+                await wire.call(Beat(), timeout_s=self._config.lost_after_s)
+            except TransferTimeout:
+                wire.close()  # it hangs: look for it, or its successor, again
+                return
+
+    def tell(self, message: Message) -> None:
+        """A notice; after a loss of connection the next hello says it."""
+        self._outbox.put_nowait(message)
+
+    async def call(self, message: Message, *, timeout_s: float) -> Message:
+        """A request, repeated over reconnects until the deadline. Raises ConnectError naming why there is no coordinator."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._connected.wait()
+                wire = self._wire
+                if wire is not None:
+                    return await wire.call(message, timeout_s=max(0.05, deadline - loop.time()))
+            except PeerLost:
+                pass
+            except TransferTimeout:
+                raise
+            except TimeoutError as exc:
+                raise ConnectError(
+                    f"no coordinator within {timeout_s:g} s: {self._last_error}",
+                    hint="check that it runs (`wsync coordinator`) and WSYNC_ADDRESS",
+                    context=ErrorContext(phase="control", elapsed_s=timeout_s),
+                ) from exc
+            with contextlib.suppress(TimeoutError):
+                await asyncio.sleep(0.01)
