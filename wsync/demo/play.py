@@ -23,6 +23,7 @@ from wsync.demo.replica import ReplicaTask
 from wsync.demo.report import Evidence
 from wsync.demo.scenario import Scenario
 from wsync.demo.trainer import Target, Trainer
+from wsync.errors import ErrorContext, TransferTimeout
 from wsync.integrations.ray import holders
 
 
@@ -48,6 +49,7 @@ class Demo:
             prompts=tuple(tuple(prompt) for prompt in prompts),
             records_dir=str(folder / "records"),
             join_timeout_s=scenario.timeout_s,
+            think_s=scenario.think_s,
         )
         self.fleet = Fleet(nodes[1:], task, self._deadline_s)
         self.fleet.observe = progress.observe
@@ -126,5 +128,6 @@ class Demo:
         while not ray.wait([reference], timeout=POLL_S)[0]:
             self.fleet.poll()
             if time.monotonic() > self._deadline_s:
-                break
-        return ray.get(reference, timeout=1.0)
+                context = ErrorContext(phase="demo", peers=("the trainer",), elapsed_s=self._scenario.timeout_s)
+                raise TransferTimeout("the demo ran out of time", hint="run it with --verbose", context=context)
+        return ray.get(reference)

@@ -39,6 +39,8 @@ class ReplicaTask(msgspec.Struct, frozen=True, kw_only=True):
     prompts: tuple[tuple[int, ...], ...]
     records_dir: str
     join_timeout_s: float
+    think_s: float
+    """Rest between two tokens, so that small models leave some of the processor to the others."""
 
 
 class ServingReplica:
@@ -77,7 +79,7 @@ def _serve(task: ReplicaTask, writer: RecordWriter, stop: threading.Event) -> No
         commit = replica.wait_version(1, timeout_s=task.join_timeout_s)
         watch.committed(commit.version, commit.pause_s)
         writing = Greedy(model, task.prompts)
-        while not stop.is_set():
+        while not stop.wait(task.think_s):
             newer = replica.commit_latest()
             if newer is not None:
                 watch.committed(newer.version, newer.pause_s)

@@ -131,12 +131,13 @@ def _check_versions(evidence: Evidence) -> Iterator[str]:
 def _check_tensors(evidence: Evidence) -> Iterator[str]:
     """At every check all live tensors are those of the version claimed, where they were, and still between checks."""
     versions = {snapshot.version: snapshot.digests for snapshot in evidence.snapshots}
+    unknown: dict[int, int] = defaultdict(int)
     for record in evidence.records:
         if isinstance(record, Check):
             who = f"replica {record.replica} (pid {record.pid}) at version {record.version}, {record.moment}"
             expected = versions.get(record.version)
             if expected is None:
-                yield f"{who}: the trainer has no snapshot of this version"
+                unknown[record.version] += 1
             elif record.digests != expected:
                 yield f"{who}: {_explain(record.digests, expected, versions)}"
             if not record.is_in_place:
@@ -144,6 +145,8 @@ def _check_tensors(evidence: Evidence) -> Iterator[str]:
         elif isinstance(record, Span) and record.num_torn:
             who = f"replica {record.replica} at version {record.version}"
             yield f"{who}: weights changed during {record.num_torn} steps"
+    for version, num_checks in unknown.items():
+        yield f"version {version}, seen in {num_checks} checks: the trainer has no snapshot of it"
 
 
 def _explain(digests: dict[str, str], expected: dict[str, str], versions: dict[int, dict[str, str]]) -> str:

@@ -18,6 +18,9 @@ from wsync.demo.scenario import NUM_NODES, Scenario, make_scenario, require
 from wsync.demo.table import render
 from wsync.errors import WsyncError
 
+GRACE_S = 10.0
+"""The scenario watches the deadline itself; this long after it, the alarm rings."""
+
 
 def main(args: argparse.Namespace) -> int:
     """Run and judge, with progress, table and verdict on stdout. Returns 1 when it does not hold or on any error."""
@@ -30,10 +33,10 @@ def main(args: argparse.Namespace) -> int:
         return 1
     evidence = Evidence(model=scenario.model, seed=scenario.seed, num_versions=scenario.num_versions)
     try:
-        with deadline(scenario.timeout_s, "demo"):
+        with deadline(scenario.timeout_s + GRACE_S, "demo"):
             _run(scenario, evidence)
     except (Exception, KeyboardInterrupt) as error:  # reported: it is the first problem of the verdict
-        evidence.error = f"{type(error).__name__}: {error}"
+        evidence.error = brief(error)
         if scenario.is_verbose:
             traceback.print_exc()
     evidence.elapsed_s = time.monotonic() - start_s
@@ -42,6 +45,14 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         Path(args.json).write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
     return 0 if report.holds else 1
+
+
+def brief(error: BaseException) -> str:
+    """Kind and cause on one line: Ray puts the remote traceback into the text, with the cause in its last line."""
+    if isinstance(error, SystemError) and error.__cause__ is not None:
+        error = error.__cause__  # what a signal handler raised inside native code
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ": ".join([type(error).__name__, *lines[-1:]])
 
 
 def _run(scenario: Scenario, evidence: Evidence) -> None:

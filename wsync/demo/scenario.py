@@ -17,13 +17,18 @@ PROCESS_NBYTES = 400 << 20
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
-    """The schedule. `sizes`: replicas at first, when grown, when shrunk; `serve_s`: time served with each version."""
+    """The schedule.
+
+    `sizes`: replicas at first, when grown, when shrunk; `serve_s`: time served with each version;
+    `think_s`: rest between two tokens.
+    """
 
     model: str
     num_versions: int
     seed: int = 0
     sizes: tuple[int, int, int] = (4, 6, 3)
     serve_s: float = 8.0
+    think_s: float = 0.0
     timeout_s: float = 900.0
     is_verbose: bool = False
 
@@ -63,6 +68,7 @@ def make_scenario(args: argparse.Namespace) -> Scenario:
         num_versions=default if args.versions is None else args.versions,
         seed=args.seed,
         serve_s=1.0 if args.tiny else 8.0,
+        think_s=0.05 if args.tiny else 0.0,
         timeout_s=args.timeout_s,
         is_verbose=args.verbose,
     )

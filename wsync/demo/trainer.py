@@ -100,21 +100,8 @@ class Trainer:
         self._publisher.close()
 
     def _train(self) -> None:
-        """One step of SGD on the lesson, the step of each tensor scaled to its norm (LARS, arXiv:1708.03888).
-
-        Plain SGD in bf16 would round most updates away; a step of 0.4 % of the norm changes every tensor.
-        """
-        self._model.train()
-        self._model.zero_grad(set_to_none=True)
-        loss = self._model(input_ids=self._batch, labels=self._batch).loss
-        loss.backward()
-        with torch.no_grad():
-            for parameter in self._model.parameters():
-                _update(parameter)
-        self._model.zero_grad(set_to_none=True)
-        self._model.eval()
+        self._loss = train_step(self._model, self._batch)
         self._step += 1
-        self._loss = float(loss)
 
     def _kill(self, publication: wsync.Publication, targets: list[Target]) -> Kill:
         """SIGKILL a holder that others pull from, as soon as it has some of the bytes, and a replica elsewhere."""
@@ -138,16 +125,28 @@ class Trainer:
         )
 
 
+def train_step(model: nn.Module, batch: torch.Tensor) -> float:
+    """One step of SGD on `batch` (int64, [sequence, token]), scaled per tensor to its norm (LARS, arXiv:1708.03888).
+
+    Every parameter is changed in place; returns the loss before the step. Plain SGD in bf16 would round most updates
+    away, a step of 0.4 % of the norm does not.
+    """
+    model.train()
+    loss: torch.Tensor = model(input_ids=batch, labels=batch).loss
+    torch.autograd.backward(loss)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                gradient, weight = parameter.grad.float(), parameter.float()
+                scale = STEP_SIZE * weight.norm() / gradient.norm().clamp_min(1e-12)
+                parameter.copy_(weight - scale * gradient)
+    model.zero_grad(set_to_none=True)
+    model.eval()
+    return float(loss.detach())
+
+
 def _choose(status: VersionStatus, targets: list[Target]) -> tuple[Target, bool]:
     """The target from which another host pulls, if there is one; else the first."""
     parents = {parent for holder in status.holders for parent in holder.parents if holder.phase == HolderPhase.PULLING}
     relaying = [target for target in targets if target.host in parents]
     return (relaying or targets)[0], bool(relaying)
-
-
-def _update(parameter: nn.Parameter) -> None:
-    if parameter.grad is None:
-        return
-    gradient, weight = parameter.grad.float(), parameter.float()
-    scale = STEP_SIZE * weight.norm() / gradient.norm().clamp_min(1e-12)
-    parameter.copy_(weight - scale * gradient)

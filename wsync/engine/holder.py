@@ -564,14 +564,15 @@ class Holder:
 
 def make_transports(config: Config, token: str, host: str) -> dict[str, Transport]:
     """The allowed transports that exist here, best first. Raises ConfigError for an unknown name."""
-    from wsync.transports.shm import ShmTransport
-    from wsync.transports.tcp import TcpTransport
-
     made: dict[str, Transport] = {}
     for name in config.transports:
         if name == "shm":
+            from wsync.transports.shm import ShmTransport
+
             made[name] = ShmTransport(token, host=host)
         elif name == "tcp":
+            from wsync.transports.tcp import TcpTransport
+
             made[name] = TcpTransport(token, listen=config.listen, connections=config.tcp_connections)
         else:
             raise ConfigError(f"unknown transport '{name}'", hint="a holder knows shm and tcp")

@@ -26,7 +26,7 @@ import msgspec
 from wsync.auth import authenticate_client, new_token
 from wsync.config import Config
 from wsync.engine.link import PURPOSE, HolderAddress
-from wsync.errors import AuthError, ConfigError, ConnectError, ErrorContext
+from wsync.errors import AuthError, ConfigError, ConnectError, ErrorContext, MembershipError
 
 
 _Record = TypeVar("_Record", bound=msgspec.Struct)
@@ -175,7 +175,7 @@ def _find_local_holder(config: Config, timeout_s: float) -> HolderAddress:
         record = read_record(record_path, HolderRecord)
         if record is None or not _answers(record.socket_name, token):
             order = HolderOrder(config, host, str(folder), token, named[0] if named else None)
-            record = _start_holder(order, deadline)
+            record = _start_holder(order, record_path.with_suffix(".log"), deadline)
             write_record(record_path, record)
         return HolderAddress(record.socket_name, token, host)
 
@@ -201,16 +201,18 @@ def _answers(socket_name: str, token: str) -> bool:
     return True
 
 
-def _start_holder(order: HolderOrder, deadline: float) -> HolderRecord:
+def _start_holder(order: HolderOrder, log_path: Path, deadline: float) -> HolderRecord:
     """A holder process of its own session: it outlives us, and leaves when its last member has gone."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "wsync.engine.process"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-        cwd="/",
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-    )
+    with open(log_path, "wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "wsync.engine.process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,  # not ours: whoever reads our standard error would wait for the holder to end
+            start_new_session=True,
+            cwd="/",
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
     assert process.stdin is not None
     assert process.stdout is not None
     with process.stdin, process.stdout:
@@ -222,13 +224,18 @@ def _start_holder(order: HolderOrder, deadline: float) -> HolderRecord:
         except (OSError, TimeoutError, msgspec.DecodeError) as exc:
             process.kill()
             process.wait()
-            raise ConnectError(
+            raise MembershipError(
                 f"this host's holder did not start ({exc or type(exc).__name__})",
-                hint="run `python -m wsync.engine.process` by hand to see why",
+                hint=f"its log {log_path} ends with: {_last_line(log_path)}",
                 context=ErrorContext(phase="join"),
             ) from exc
         finally:
             _children.append(process)
+
+
+def _last_line(path: Path) -> str:
+    lines = path.read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "nothing"
 
 
 _children: list[subprocess.Popen[bytes]] = []

@@ -80,7 +80,7 @@ class Staging:
         return f"{self.channel}@{version}"
 
     def channel_key(self, manifest_digest: str) -> int:
-        return int(xxhash.xxh3_64_intdigest(f"{self.channel}\0{manifest_digest}"))
+        return int(xxhash.xxh3_64_intdigest(f"{self.channel}\0{manifest_digest}".encode()))
 
     def find(self, version: int) -> HeldSlot | None:
         return next((h for h in self.slots if h.version == version and h.phase is not SlotPhase.FREE), None)

@@ -50,6 +50,7 @@ class Wire:
         self._buffer = FrameBuffer()
         self._next_id = 0
         self._replies: dict[int, asyncio.Future[Message]] = {}
+        self._waiter: asyncio.Future[None] | None = None
         self._send_lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -164,13 +165,17 @@ class Wire:
                 await self._readable()
 
     async def _readable(self) -> None:
-        ready: asyncio.Future[None] = self._loop.create_future()
-        fd = self.sock.fileno()
-        self._loop.add_reader(fd, lambda: ready.done() or ready.set_result(None))
+        self._waiter = self._loop.create_future()
+        self._loop.add_reader(self.sock.fileno(), self._wake_reader)
         try:
-            await ready
+            await self._waiter
         finally:
-            self._loop.remove_reader(fd)
+            if not self.is_closed:  # once closed, the descriptor may be somebody else's already
+                self._loop.remove_reader(self.sock.fileno())
+
+    def _wake_reader(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def close(self) -> None:
         """Close the connection; open calls end with PeerLost. Idempotent."""
@@ -183,6 +188,7 @@ class Wire:
         for fd in self._buffer.drop_descriptors():
             os.close(fd)
         self._loop.remove_reader(self.sock.fileno())
+        self._wake_reader()
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()

@@ -111,7 +111,7 @@ class Transport(Protocol):
         ...
 
     def withdraw(self, key: str, timeout_s: float) -> None:
-        """Stop serving. Later reads get `RemoteFault`. Raises `TransferTimeout` naming the readers that do not let go."""
+        """Stop serving: later reads get `RemoteFault`. Raises `TransferTimeout` naming readers that do not let go."""
         ...
 
     def export(self) -> bytes:

@@ -173,9 +173,7 @@ class Puller:
                 return 0
             start = offset + op.at
             # numpy copies without the GIL, a slice assignment would not.
-            np.copyto(
-                np.frombuffer(into, np.uint8, nbytes, op.at), np.frombuffer(slot.data, np.uint8, nbytes, start)
-            )
+            np.copyto(np.frombuffer(into, np.uint8, nbytes, op.at), np.frombuffer(slot.data, np.uint8, nbytes, start))
             _check_version(op, key, slot, version)
             return nbytes
         finally:
@@ -196,7 +194,7 @@ class Puller:
 
     def _end(self, op: PullOp, error: TransportError | None) -> None:
         with self._changed:
-                if op not in self._ops:
+            if op not in self._ops:
                 return
             del self._ops[op]
             op.reads.clear()

@@ -19,27 +19,27 @@ class _Packet(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unk
     key: str
 
 
-class Open(_Packet):
+class Open(_Packet, frozen=True):
     """The reader wants to map the slot of this key."""
 
 
-class Closed(_Packet):
+class Closed(_Packet, frozen=True):
     """The reader does not look at it any more."""
 
 
-class Opened(_Packet):
+class Opened(_Packet, frozen=True):
     """Comes with the slot's descriptor; a lease until `Closed`."""
 
     version: int
 
 
-class Faulted(_Packet):
+class Faulted(_Packet, frozen=True):
     """The key cannot be had."""
 
     problem: str
 
 
-class Withdrawn(_Packet):
+class Withdrawn(_Packet, frozen=True):
     """The holder waits for `Closed`."""
 
 

@@ -2,7 +2,7 @@
 
     server -> client   incarnation                                               16 bytes, once
     client -> server   REQUEST op id, key length, offset, nbytes, patience ms    then the key, utf-8
-    server -> client   RESPONSE op id, status, nbytes                            then nbytes of data (OK) or text (FAULT)
+    server -> client   RESPONSE op id, status, nbytes                            then nbytes of data, or of text (FAULT)
 
 Requests of one connection are answered in their order.
 """
