@@ -153,7 +153,7 @@ class TcpTransport:
     def cancel(self, op: Op) -> None:
         assert isinstance(op, TcpOp)
         if not op.is_done:
-            op.source.abandon(op, op.cancelled(), is_waiting=True)
+            op.source.abandon(op, op.cancelled())
 
     def forget(self, peer: Peer) -> None:
         assert isinstance(peer, TcpPeer)
@@ -174,7 +174,7 @@ class TcpTransport:
 
 def _expire(op: TimedOp) -> None:
     assert isinstance(op, TcpOp)
-    op.source.abandon(op, op.overdue(), is_waiting=False)
+    op.source.abandon(op, op.overdue())
 
 
 class _Request(msgspec.Struct, frozen=True):

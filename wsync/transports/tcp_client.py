@@ -72,7 +72,7 @@ class TcpPeer:
         self.lock = threading.RLock()
         self.closed_why = ""
         self._queued = threading.Condition(self.lock)
-        self._released = threading.Condition(self.lock)
+        self.released = threading.Condition(self.lock)
         self._queue: deque[_Unit] = deque()
         self._connections = [_Connection(self, number) for number in range(num_connections)]
 
@@ -100,23 +100,19 @@ class TcpPeer:
         self.settle([op])
         return op
 
-    def abandon(self, op: TcpOp, error: TransportError, *, is_waiting: bool) -> None:
+    def abandon(self, op: TcpOp, error: TransportError) -> None:
         """End an operation early by shutting down the connections that it is on; the others on them start again.
 
-        With `is_waiting`, its memory is left alone and it has ended after return; else soon.
+        After return it has ended and its memory is left alone.
         """
         with self.lock:
             self._fail(op, error)
             for connection in self._connections:
                 if any(unit.op is op for unit in connection.pending):
                     connection.shut()
-            # A callback may cancel from a connection's own thread, which then is not receiving.
-            own = [c for c in self._connections if c.thread is threading.current_thread()]
-            while is_waiting and op.num_taken > sum(unit.op is op for c in own for unit in c.pending):
-                self._released.wait()
-        self.settle([op])
-        if is_waiting:
-            op.finish(op.error)
+            while any(c.receiving is not None and c.receiving.op is op for c in self._connections):
+                self.released.wait()
+        op.finish(op.error)
 
     def close(self, why: str) -> None:
         """After return all operations have ended and no connection is left. Idempotent."""
@@ -154,7 +150,6 @@ class TcpPeer:
                 unit.op.nbytes_done += len(unit.into)
             else:
                 self._fail(unit.op, error)
-            self._released.notify_all()
         self.settle([unit.op])
 
     def put_back(self, connection: _Connection, unit: _Unit, *, is_first: bool) -> None:
@@ -168,7 +163,6 @@ class TcpPeer:
                 self._queued.notify()
             elif self.closed_why:
                 self._fail(unit.op, unit.op.lost(self.closed_why))
-            self._released.notify_all()
         self.settle([unit.op])
 
     def patience_s(self, op: TcpOp) -> float:
@@ -208,6 +202,8 @@ class _Connection:
         self.pending: deque[_Unit] = deque()
         """Units that were asked for, in the order of their answers."""
         self.thread = threading.Thread(target=self._run, name=f"wsync-tcp-read-{number}", daemon=True)
+        self.receiving: _Unit | None = None
+        """The unit whose memory is being written; no new one once the connection was shut down."""
         self._peer = peer
         self._sock: socket.socket | None = None
         self._is_shut = False
@@ -296,7 +292,7 @@ class _Connection:
             following = self._peer.take(self, is_waiting=False)
             if following is not None:
                 self._ask(following)
-            self._fill(unit.into)
+            self._receive_into(unit)
             self._peer.release(self, unit)
             return
         text = memoryview(bytearray(nbytes))
@@ -307,12 +303,22 @@ class _Connection:
             problem = f"{self._peer.name} answered: {str(text, errors='replace')}"
             self._peer.release(self, unit, RemoteFault(problem, context=unit.op.context()))
 
+    def _receive_into(self, unit: _Unit) -> None:
+        with self._peer.lock:
+            if self._is_shut:  # what the kernel has received before could still be read
+                raise ConnectionAbortedError("shut down here")
+            self.receiving = unit
+        try:
+            self._fill(unit.into)
+        finally:
+            with self._peer.lock:
+                self.receiving = None
+                self._peer.released.notify_all()
+
     def _fill(self, view: memoryview) -> None:
         assert self._sock is not None
         at = 0
         while at < len(view):
-            if self._is_shut:  # what the kernel has received before could still be read
-                raise ConnectionAbortedError("shut down here")
             with view[at:] as rest:
                 got = self._sock.recv_into(rest, 0, socket.MSG_WAITALL)
             if got == 0:
