@@ -76,7 +76,7 @@ class Op:
             raise TransferTimeout(f"a read from {self.peer} has not ended after {timeout_s:g} s") from exc
 
     def add_done_callback(self, call: Callable[[], None]) -> None:
-        """`call` runs in an unspecified thread when the operation has ended. It is short, and forgets or closes nothing."""
+        """`call` runs in an unspecified thread when the operation has ended; it must neither wait nor forget a peer."""
         self.future.add_done_callback(lambda _: call())
 
     def finish(self, error: BaseException | None = None) -> None:

@@ -42,6 +42,7 @@ class ShmTransport:
     """Serves slots to the processes of this user on `host`, an identity that differs between hosts.
 
     `refused` counts the connections that did not prove to know the token; `num_leases` the keys open at readers.
+    A holder that is stopped opens no further keys, but what is open and ready can be read on.
     """
 
     capabilities = Capabilities(

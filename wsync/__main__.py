@@ -1,0 +1,7 @@
+"""``python -m wsync``."""
+
+import sys
+
+from wsync.cli import main
+
+sys.exit(main())

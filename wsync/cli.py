@@ -1,0 +1,89 @@
+"""The `wsync` command."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+from wsync import __version__
+from wsync.config import Config
+from wsync.errors import ConfigError, WsyncError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a subcommand; exit status 1 for a named error, 2 for wrong usage."""
+    parser = argparse.ArgumentParser(prog="wsync", description="Asynchronous weight broadcast for RL.")
+    parser.add_argument("--version", action="version", version=f"wsync {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    coordinator = commands.add_parser("coordinator", help="run a job's coordinator (without Ray, on several hosts)")
+    coordinator.add_argument("--listen", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    coordinator.add_argument("--port", type=int, default=0, help="tcp port (default: any free one)")
+    coordinator.add_argument("--token-file", type=Path, required=True, help="the job's token; made if it is not there")
+
+    demo = commands.add_parser("demo", help="a live broadcast on a Ray cluster of three nodes on this machine")
+    from wsync.demo import add_arguments
+
+    add_arguments(demo)
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+    try:
+        if arguments.command == "coordinator":
+            return run_coordinator(arguments.listen, arguments.port, arguments.token_file)
+        from wsync.demo import main as run_demo
+
+        return run_demo(arguments)
+    except WsyncError as exc:
+        print(f"wsync {arguments.command}: {type(exc).__name__}: {exc}", file=sys.stderr)
+        return 1
+
+
+def run_coordinator(listen: str, port: int, token_file: Path) -> int:
+    """Serve until SIGTERM or Ctrl-C. Prints the variables that members need."""
+    from wsync.engine.coordinator import Coordinator
+
+    token = _token(token_file)
+
+    async def serve() -> None:
+        coordinator = Coordinator(Config(listen=listen), token)
+        coordinator.start(port)
+        host, bound_port = coordinator.address
+        print(f"WSYNC_ADDRESS={f'[{host}]' if ':' in host else host}:{bound_port}")
+        print(f"WSYNC_TOKEN_FILE={token_file.resolve()}", flush=True)
+        task = asyncio.current_task()
+        assert task is not None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        await coordinator.run()
+
+    try:
+        asyncio.run(serve())
+    except asyncio.CancelledError:
+        pass
+    return 0
+
+
+def _token(path: Path) -> str:
+    """The token in `path`, which only its owner may read; a new one is made if the file is not there."""
+    from wsync.auth import new_token
+
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        if path.stat().st_mode & 0o077:
+            raise ConfigError(f"{path} can be read by others", hint=f"chmod 600 {path}") from None
+        token = path.read_text().strip()
+        if not token:
+            raise ConfigError(f"{path} is empty", hint="remove it, and a new token is made") from None
+        return token
+    except OSError as exc:
+        raise ConfigError(f"{path} cannot be made: {exc.strerror}") from exc
+    token = new_token()
+    with os.fdopen(fd, "w") as file:
+        file.write(token + "\n")
+    return token
