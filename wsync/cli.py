@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
 
     add_arguments(demo)
     arguments = parser.parse_args(argv)
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=os.environ.get("WSYNC_LOG", "INFO"))
     try:
         if arguments.command == "coordinator":
             return run_coordinator(arguments.listen, arguments.port, arguments.token_file)

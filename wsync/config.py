@@ -67,4 +67,4 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         """Defaults overridden by WSYNC_JOB, WSYNC_HOST, WSYNC_LISTEN and WSYNC_ARENA."""
         names = {"job": "WSYNC_JOB", "host": "WSYNC_HOST", "listen": "WSYNC_LISTEN", "arena": "WSYNC_ARENA"}
         given = {field: os.environ[name] for field, name in names.items() if os.environ.get(name)}
-        return cls(**given)
+        return msgspec.structs.replace(cls(), **given)

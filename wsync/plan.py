@@ -46,5 +46,7 @@ class Plan(msgspec.Struct, frozen=True):
     def explain(self) -> str:
         """One line per hop, in the order of the bytes."""
         lines = [f"{self.nbytes} bytes from {self.origin} to {len(self.routes)} holders"]
-        lines += [f"  {r.sources[0]} -> {r.receiver}   (alternates: {', '.join(r.sources[1:]) or '-'})" for r in self.routes]
+        lines += [
+            f"  {r.sources[0]} -> {r.receiver}   (alternates: {', '.join(r.sources[1:]) or '-'})" for r in self.routes
+        ]
         return "\n".join(lines)

@@ -168,9 +168,7 @@ class Channel:
                 self._end(number, VersionPhase.SUPERSEDED, f"version {message.version} took its place")
             if number not in message.kept and holder_id in version.holders and number < message.version:
                 del version.holders[holder_id]
-        entry = _Version(
-            message.step, message.nbytes, message.chunk_nbytes, message.manifest_digest, origin=holder_id
-        )
+        entry = _Version(message.step, message.nbytes, message.chunk_nbytes, message.manifest_digest, origin=holder_id)
         entry.holders[holder_id] = _Receiver()
         self.versions[message.version] = entry
         self._forget_old()

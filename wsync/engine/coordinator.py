@@ -165,6 +165,7 @@ class Coordinator:
                 return reply
 
     def _change(self, holder_id: str, message: Message) -> Message | None:
+        logger.debug("from %s: %s", holder_id, message)
         channel = self._channel(getattr(message, "channel", ""))
         match message:
             case protocol.RegisterTrainer(_, report, manifest, last_version):
@@ -188,7 +189,9 @@ class Coordinator:
                 channel.adopted(holder_id, slot)
             case protocol.PullFailed(_, version, error):
                 channel.pull_failed(holder_id, version, error)
-                logger.warning("holder %s could not fetch version %d of '%s': %s", holder_id, version, channel.name, error)
+                logger.warning(
+                    "holder %s could not fetch version %d of '%s': %s", holder_id, version, channel.name, error
+                )
             case protocol.Committed(name, member_id, version, pause_s, error):
                 channel.committed(message)
                 if not error:
@@ -237,6 +240,7 @@ class Coordinator:
 
     def _send(self, orders: list[Order]) -> None:
         for holder_id, message in orders:
+            logger.debug("to %s: %s", holder_id, message)
             session = self._sessions.get(holder_id)
             if session is not None:
                 session.outbox.put_nowait(message)

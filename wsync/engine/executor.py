@@ -142,7 +142,11 @@ class LanePull:
     def _compare(self, digests: Sequence[int]) -> list[int]:
         if len(digests) != self._slot.num_chunks:
             raise ChecksumError(f"the origin sent {len(digests)} digests for {self._slot.num_chunks} chunks")
-        return [chunk for chunk, (ours, theirs) in enumerate(zip(self._slot.digests, digests, strict=True)) if ours != theirs]
+        return [
+            chunk
+            for chunk, (ours, theirs) in enumerate(zip(self._slot.digests, digests, strict=True))
+            if ours != theirs
+        ]
 
     def _distrust(self, chunk: int) -> None:
         bad = self._distrusted.setdefault(chunk, set())
@@ -244,6 +248,11 @@ async def _ended(op: Op) -> None:
         if not ended.done():
             ended.set_result(None)
 
-    op.add_done_callback(lambda: loop.call_soon_threadsafe(report))
+    op.add_done_callback(lambda: _call_in(loop, report))
     await ended
     op.future.result()
+
+
+def _call_in(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        loop.call_soon_threadsafe(call)

@@ -68,7 +68,7 @@ class _Channel:
     trainer: _Member | None = None
     replicas: list[_Member] = field(default_factory=list)
     packing: _Packing | None = None
-    pulls: dict[int, tuple[asyncio.Task[None], LanePull | None]] = field(default_factory=dict)
+    pulls: dict[int, _Pull] = field(default_factory=dict)
 
     def report(self) -> protocol.ChannelReport:
         trainer = self.trainer
@@ -96,6 +96,27 @@ class _Packing:
     def drop(self) -> None:
         self.is_dropped = True
         self.grown.set()
+
+
+@dataclass(eq=False)
+class _Pull:
+    """A version that comes from another host: the coordinator's last order, and the transfer once a slot is there."""
+
+    order: protocol.Pull
+    digests: Sequence[int] | None = None
+    lane_pull: LanePull | None = None
+    task: asyncio.Task[None] | None = None
+
+    def update(self) -> None:
+        """Hand what is known to the transfer. Orders and digests may come before it has its slot."""
+        if self.lane_pull is not None:
+            self.lane_pull.set_sources(self.order.sources, self.order.patience_s)
+            if self.digests is not None:
+                self.lane_pull.set_digests(self.digests)
+
+    def cancel(self) -> None:
+        if self.task is not None:
+            self.task.cancel()
 
 
 class Holder:
@@ -468,9 +489,10 @@ class Holder:
             case protocol.Pull():
                 self._pull(message)
             case protocol.Seal(name, version, digests):
-                _, lane_pull = self._channel(name).pulls.get(version, (None, None))
-                if lane_pull is not None:
-                    lane_pull.set_digests(digests)
+                pull = self._channel(name).pulls.get(version)
+                if pull is not None:
+                    pull.digests = digests
+                    pull.update()
             case protocol.Abort(name, version, reason):
                 self._abort(self._channel(name), version, reason)
             case protocol.Flight(name, version, is_flying):
@@ -493,19 +515,20 @@ class Holder:
         if held is not None and held.phase is SlotPhase.WHOLE:
             self._upstream.tell(protocol.Staged(order.channel, order.version, 0, 0.0))
             return
-        if order.version in channel.pulls:
-            _, lane_pull = channel.pulls[order.version]
-            if lane_pull is not None:
-                lane_pull.set_sources(order.sources, order.patience_s)
-                if order.is_sealed:
-                    lane_pull.set_digests(order.digests)
-                return
-            channel.pulls.pop(order.version)[0].cancel()  # it still waits for a slot: start over with the new sources
-        task = asyncio.create_task(self._run_pull(channel, order))
-        channel.pulls[order.version] = (task, None)
-        self._spawn(task)
+        pull = channel.pulls.get(order.version)
+        if pull is None:
+            for older in [version for version in channel.pulls if version < order.version]:
+                channel.pulls.pop(older).cancel()  # one version at a time: the coordinator has moved on
+            pull = channel.pulls[order.version] = _Pull(order)
+            pull.task = asyncio.create_task(self._run_pull(channel, pull))
+            self._spawn(pull.task)
+        pull.order = order
+        if order.is_sealed:
+            pull.digests = order.digests
+        pull.update()
 
-    async def _run_pull(self, channel: _Channel, order: protocol.Pull) -> None:
+    async def _run_pull(self, channel: _Channel, pull: _Pull) -> None:
+        order = pull.order
         started = time.monotonic()
         held: HeldSlot | None = None
         try:
@@ -526,13 +549,10 @@ class Holder:
                     "version %d of '%s': %s failed: %s", order.version, channel.name, source, error
                 ),
             )
-            channel.pulls[order.version] = (channel.pulls[order.version][0], lane_pull)
-            lane_pull.set_sources(order.sources, order.patience_s)
-            if order.is_sealed:
-                lane_pull.set_digests(order.digests)
+            pull.lane_pull = lane_pull
+            pull.update()
             await lane_pull.run()
             await self._manifest(channel, order.manifest_digest)
-            channel.pulls.pop(order.version, None)
             channel.staging.complete(held)
             took_s = time.monotonic() - started
             self._upstream.tell(protocol.Staged(channel.name, order.version, lane_pull.nbytes_received, took_s))
@@ -542,6 +562,9 @@ class Holder:
         except asyncio.CancelledError:
             await asyncio.shield(self._give_up(channel, order.version, held))
             raise
+        finally:
+            if channel.pulls.get(order.version) is pull:
+                del channel.pulls[order.version]
 
     async def _give_up(self, channel: _Channel, version: int, held: HeldSlot | None) -> None:
         if held is not None and held.version == version and held.phase is SlotPhase.PULLING:
@@ -549,7 +572,7 @@ class Holder:
 
     def _abort(self, channel: _Channel, version: int, reason: str) -> None:
         if version in channel.pulls:
-            channel.pulls.pop(version)[0].cancel()
+            channel.pulls.pop(version).cancel()
             return
         held, digesting = channel.staging.find(version), None
         if channel.packing is not None and channel.packing.held is held:
@@ -592,5 +615,3 @@ def _digests_agree(slot: Slot) -> bool:
 
 def _hash_ranges(slot: Slot, ranges: Sequence[tuple[int, int]]) -> tuple[int, ...]:
     return tuple(xxhash.xxh3_64_intdigest(slot.data[offset : offset + nbytes]) for offset, nbytes in ranges)
-
-

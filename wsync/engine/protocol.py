@@ -380,8 +380,8 @@ def _body_decoder() -> msgspec.msgpack.Decoder[Message]:
     if _bodies is None:
         union: object = _concrete(Message)[0]
         for kind in _concrete(Message)[1:]:
-            union = union | kind  # type: ignore[operator]
-        _bodies = msgspec.msgpack.Decoder(union)  # type: ignore[call-overload]
+            union = union | kind
+        _bodies = msgspec.msgpack.Decoder(union)
     return _bodies
 
 
@@ -390,7 +390,9 @@ def encode_frame(request_id: int, message: Message, *, is_reply: bool = False, n
     body = msgspec.Raw(_encoder.encode(message))
     payload = _encoder.encode(Envelope(request_id, is_reply, body))
     if len(payload) > MAX_FRAME_NBYTES:
-        raise WsyncError(f"a {type(message).__name__} message of {len(payload)} bytes is larger than {MAX_FRAME_NBYTES}")
+        raise WsyncError(
+            f"a {type(message).__name__} message of {len(payload)} bytes is larger than {MAX_FRAME_NBYTES}"
+        )
     return HEADER.pack(len(payload), num_descriptors) + payload
 
 

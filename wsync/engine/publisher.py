@@ -118,7 +118,7 @@ class Publisher:
                     version, nbytes = self._snapshot(live, step, max(0.0, deadline - time.monotonic()))
                     break
                 except (PeerLost, StaleView) as exc:
-                    if time.monotonic() >= deadline or isinstance(exc, StaleView) and not self._link.is_broken:
+                    if time.monotonic() >= deadline or (isinstance(exc, StaleView) and not self._link.is_broken):
                         raise
             if version:
                 self._last_version = version
@@ -170,7 +170,10 @@ class Publisher:
         while True:
             left = max(0.0, deadline - time.monotonic())
             try:
-                reply = self._link.ask(protocol.AwaitVersion(wish.channel, wish.version, wish.phase, wish.num_replicas, left), timeout_s=left + 2.0)
+                reply = self._link.ask(
+                    protocol.AwaitVersion(wish.channel, wish.version, wish.phase, wish.num_replicas, left),
+                    timeout_s=left + 2.0,
+                )
             except PeerLost:
                 if time.monotonic() >= deadline:
                     raise
@@ -187,7 +190,9 @@ class Publisher:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 

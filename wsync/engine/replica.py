@@ -288,7 +288,9 @@ class Replica:
             reply = self._link.ask(protocol.HashRanges(self._version, ranges), timeout_s=60.0)
             assert isinstance(reply, protocol.RangeHashes)
             return [
-                place.name for place, theirs, ours in zip(places, reply.hashes, live.digests(), strict=True) if theirs != ours
+                place.name
+                for place, theirs, ours in zip(places, reply.hashes, live.digests(), strict=True)
+                if theirs != ours
             ]
 
     def close(self) -> None:
@@ -303,5 +305,7 @@ class Replica:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()

@@ -28,7 +28,6 @@ from wsync.config import Config
 from wsync.engine.link import PURPOSE, HolderAddress
 from wsync.errors import AuthError, ConfigError, ConnectError, ErrorContext, MembershipError
 
-
 _Record = TypeVar("_Record", bound=msgspec.Struct)
 
 

@@ -182,7 +182,7 @@ def _holder_actor(config: Config, name: str, node_id: str, host: str) -> Any:
             f"the coordinator is on {place.node_ip} and listens on {place.host} only, out of reach of {own_ip}",
             hint='let wsync listen on the address of each Ray node: WSYNC_LISTEN=node or Config(listen="node")',
         )
-    remote = ray.remote(_HolderActor).options(
+    remote: Any = ray.remote(_HolderActor).options(
         name=actor_name,
         namespace=NAMESPACE,
         get_if_exists=True,
@@ -197,7 +197,7 @@ def _holder_actor(config: Config, name: str, node_id: str, host: str) -> Any:
 
 def _coordinator_place(config: Config, name: str) -> CoordinatorPlace:
     """The coordinator, started if there is none. Raises what Ray raises while it is being restarted."""
-    remote = ray.remote(_CoordinatorActor).options(
+    remote: Any = ray.remote(_CoordinatorActor).options(
         name=f"wsync-coordinator-{name}",
         namespace=NAMESPACE,
         get_if_exists=True,
@@ -206,7 +206,7 @@ def _coordinator_place(config: Config, name: str) -> CoordinatorPlace:
         max_restarts=-1,
         max_concurrency=4,
     )
-    actor = remote.remote(msgspec.msgpack.encode(config), new_token())
+    actor: Any = remote.remote(msgspec.msgpack.encode(config), new_token())
     return msgspec.msgpack.decode(_get(actor.place.remote(), time.monotonic() + _ATTEMPT_S), type=CoordinatorPlace)
 
 
@@ -227,7 +227,7 @@ def _job_name(config: Config) -> str:
 
 
 def _node_ip() -> str:
-    return str(ray.util.get_node_ip_address())
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 def _local_config(config: Config) -> Config:

@@ -145,4 +145,4 @@ def _digest(tensor: torch.Tensor) -> int:
     if not tensor.numel():
         return int(xxhash.xxh3_64_intdigest(b""))
     flat = tensor.to("cpu").contiguous().view(-1).view(torch.uint8)
-    return int(xxhash.xxh3_64_intdigest(memoryview(flat.numpy())))
+    return int(xxhash.xxh3_64_intdigest(flat.numpy()))

@@ -11,17 +11,16 @@ Checks wait with deadlines and never for a fixed time. Each closes all that it o
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
 from collections.abc import Callable, Iterator
 
 from wsync.auth import new_token
-from wsync.errors import AuthError, ConnectError, RemoteFault, TransferTimeout, TransportError
+from wsync.errors import ConnectError, RemoteFault, TransferTimeout, TransportError
 from wsync.transports.base import Op, Read, Transport
 from wsync.transports.inproc import InprocTransport
 from wsync.transports.shm import ShmTransport
 from wsync.transports.tcp import TcpTransport
-from wsync.transports.testing_child import ChildHolder, filled_slot, load, seeded, serve
+from wsync.transports.testing_child import filled_slot, seeded, serve
 from wsync.transports.testing_parts import (
     CHUNK,
     NBYTES,
@@ -34,6 +33,7 @@ from wsync.transports.testing_parts import (
     handles,
     raises,
 )
+from wsync.transports.testing_process import ProcessChecks
 
 Check = Callable[[], None]
 
@@ -50,26 +50,14 @@ def make_tcp(token: str) -> Transport:
     return TcpTransport(token)
 
 
-def needs_process(check: Callable[[TransportKit], None]) -> Callable[[TransportKit], None]:
-    """The check has its peer in another process, or needs a token, which a transport within a process has not."""
-    check.needs_process = True  # type: ignore[attr-defined]
-    return check
-
-
-class TransportKit:
+class TransportKit(ProcessChecks):
     """All checks, for the transports that `factory` makes."""
-
-    def __init__(self, factory: str) -> None:
-        self.factory = factory
-        self._make = load(factory)
-        probe = self._make(new_token())
-        self.capabilities = probe.capabilities
-        probe.close()
 
     @classmethod
     def names(cls) -> list[str]:
         """The names of all checks; those of known cases begin with `case_`."""
-        return [name for name in vars(cls) if name.startswith(("check_", "case_"))]
+        own = [*vars(cls), *vars(ProcessChecks)]
+        return [name for name in own if name.startswith(("check_", "case_"))]
 
     def applies(self, name: str) -> bool:
         """Whether this transport's capabilities call for the check."""
@@ -77,14 +65,6 @@ class TransportKit:
 
     def checks(self) -> Iterator[Check]:
         return (getattr(self, name) for name in self.names() if self.applies(name))
-
-    def open(self, stack: contextlib.ExitStack, token: str) -> Transport:
-        transport = self._make(token)
-        stack.callback(transport.close)
-        return transport
-
-    def child(self, stack: contextlib.ExitStack, token: str, *, nbytes: int = NBYTES) -> ChildHolder:
-        return stack.enter_context(ChildHolder(self.factory, token, nbytes, CHUNK, seed=1))
 
     # --- bytes
     def check_ranges(self) -> None:
@@ -303,116 +283,6 @@ class TransportKit:
                     reader.forget(peer)
                 eventually(lambda: handles() == before, lambda: f"{handles()} return to {before}")
         eventually(lambda: handles() == at_start, lambda: f"{handles()} return to {at_start}")
-
-    # --- other processes
-    @needs_process
-    def check_peer_killed(self) -> None:
-        with contextlib.ExitStack() as stack:
-            token = new_token()
-            reader, child = self.open(stack, token), self.child(stack, token)
-            child.ask("offer k")
-            child.ask("ready 0 8")
-            peer = reader.connect(child.endpoint, peer="child", timeout_s=5.0)
-            ops = [
-                reader.post_read(peer, [Read("k", 0, memoryview(bytearray(NBYTES)))], timeout_s=60) for _ in range(4)
-            ]
-            target = Target(seeded(NBYTES, 1)[:CHUNK])
-            reader.post_read(peer, [Read("k", 0, target.view)], timeout_s=PATIENT_S).wait(PATIENT_S)
-            target.check_right()
-            child.signal(signal.SIGKILL)
-            for op in ops:
-                expect(ConnectError, op, "child", within_s=PROMPT_S)
-
-    @needs_process
-    def check_peer_restarts(self) -> None:
-        with contextlib.ExitStack() as stack:
-            token = new_token()
-            reader, old = self.open(stack, token), self.child(stack, token)
-            old.ask("offer k")
-            old.ask("ready 0 16")
-            old_peer = reader.connect(old.endpoint, peer="old", timeout_s=5.0)
-            old.close()
-            new = self.child(stack, token)
-            new.ask("offer k")
-            new.ask("ready 0 16")
-            new_peer = reader.connect(new.endpoint, peer="new", timeout_s=5.0)
-            target = Target(seeded(NBYTES, 1))
-            reader.post_read(new_peer, [Read("k", 0, target.view)], timeout_s=PATIENT_S).wait(PATIENT_S)
-            target.check_right()
-            op = reader.post_read(old_peer, [Read("k", 0, memoryview(bytearray(9)))], timeout_s=PATIENT_S)
-            expect(ConnectError, op, "old", within_s=PROMPT_S)
-            with raises(ConnectError, "old"):
-                reader.connect(old.endpoint, peer="old", timeout_s=5.0)
-
-    @needs_process
-    def check_peer_hangs(self) -> None:
-        with contextlib.ExitStack() as stack:
-            token = new_token()
-            reader, child = self.open(stack, token), self.child(stack, token)
-            child.ask("offer k")
-            child.ask("ready 0 1")
-            peer = reader.connect(child.endpoint, peer="child", timeout_s=5.0)
-            target = Target(seeded(NBYTES, 1))
-            child.signal(signal.SIGSTOP)
-            for _ in range(2):  # the second one finds the connections gone
-                reads = [Read("k", 0, target.view)]
-                ops = [reader.post_read(peer, reads, timeout_s=0.3) for _ in range(3)]
-                for op in ops:
-                    expect(TransferTimeout, op, "child", within_s=0.3 + PROMPT_S)
-            child.signal(signal.SIGCONT)
-            child.ask("ready 0 16")
-            target.reset()
-            reader.post_read(peer, [Read("k", 0, target.view)], timeout_s=PATIENT_S).wait(PATIENT_S)
-            target.check_right()
-
-    @needs_process
-    def check_next_version_in_the_same_slot(self) -> None:
-        with contextlib.ExitStack() as stack:
-            token = new_token()
-            reader, child = self.open(stack, token), self.child(stack, token)
-            child.ask("offer v1")
-            child.ask("ready 0 16")
-            peer = reader.connect(child.endpoint, peer="child", timeout_s=5.0)
-            for version in range(1, 6):
-                target = Target(seeded(NBYTES, version))
-                reader.post_read(peer, [Read(f"v{version}", 0, target.view)], timeout_s=PATIENT_S).wait(PATIENT_S)
-                target.check_right()
-                child.ask(f"replace v{version} {version + 1} v{version + 1}")
-                op = reader.post_read(peer, [Read(f"v{version}", 0, target.view)], timeout_s=PATIENT_S)
-                expect(RemoteFault, op, "child", within_s=PROMPT_S)
-
-    @needs_process
-    def check_withdraw_waits_for_readers(self) -> None:
-        """A reader that is stopped while it reads is waited for, named or cut off; then nobody reads any more."""
-        with contextlib.ExitStack() as stack:
-            pair = Pair(self._make, stack, num_ready=1, nbytes=16 << 20)
-            child = self.child(stack, pair.token)
-            child.ask(f"read {pair.holder.export().hex()} k {16 << 20} 60")
-            pair.check_usable()
-            child.signal(signal.SIGSTOP)
-            pair.slot.mark_ready(range(pair.slot.num_chunks))
-            complaint = str(child.pid)
-            try:
-                pair.holder.withdraw("k", 0.3)
-            except TransferTimeout as exc:
-                complaint = str(exc)
-            assert str(child.pid) in complaint, f"{complaint!r} does not name pid {child.pid}"
-            child.signal(signal.SIGCONT)
-            pair.holder.withdraw("k", PATIENT_S)
-            pair.slot.begin(2, channel_key=1)
-            pair.slot.data[:] = bytes(16 << 20)
-            assert child.ask("outcome 1") != "wrong"
-
-    @needs_process
-    def check_wrong_token(self) -> None:
-        with contextlib.ExitStack() as stack:
-            pair = Pair(self._make, stack)
-            stranger = self.open(stack, new_token())
-            for _ in range(3):
-                with raises(AuthError, "holder"):
-                    stranger.connect(pair.holder.export(), peer="holder", timeout_s=5.0)
-            eventually(lambda: getattr(pair.holder, "refused", 3) == 3, "refusals are counted")
-            pair.check_usable()
 
 
 def main(arguments: list[str]) -> int:

@@ -130,8 +130,9 @@ class _Commands:
         return self.offer(new_key)
 
     def read(self, endpoint: str, key: str, nbytes: str, timeout_s: str) -> str:
-        """Start to read from the parent."""
+        """Start to read from the parent; a first byte is there when this returns, so the key is in use."""
         peer = self._transport.connect(bytes.fromhex(endpoint), peer="parent", timeout_s=5.0)
+        self._transport.post_read(peer, [Read(key, 0, memoryview(bytearray(1)))], timeout_s=10.0).wait(10.0)
         self._into = memoryview(bytearray(int(nbytes)))
         self._op = self._transport.post_read(peer, [Read(key, 0, self._into)], timeout_s=float(timeout_s))
         return ""
