@@ -25,6 +25,7 @@ from wsync.demo.scenario import Scenario
 from wsync.demo.trainer import Target, Trainer
 from wsync.errors import ErrorContext, TransferTimeout
 from wsync.integrations.ray import holders
+from wsync.status import VersionStatus
 
 
 class Demo:
@@ -79,15 +80,16 @@ class Demo:
     def _one_version(self, targets: list[Target]) -> None:
         """Publish; wait until the whole fleet serves the version; let it serve for a while."""
         timeout_s = max(1.0, self._deadline_s - time.monotonic())
+        num_replicas = len(self.fleet.names) - bool(targets)
         snapshot: Snapshot
         kill: Kill | None
-        snapshot, kill = self._await(self._trainer.publish.remote(targets, timeout_s))
+        snapshot, kill = self._await(self._trainer.publish.remote(num_replicas, targets, timeout_s))
         version = snapshot.version
         self._evidence.snapshots.append(snapshot)
         self._evidence.fleets[version] = self.fleet.names
         self._progress.say(
-            f"version {version} of {self._scenario.num_versions}: loss {snapshot.loss:.2f}, staged on "
-            f"{snapshot.num_hosts} hosts in {snapshot.transfer_s:.2f} s"
+            f"version {version} of {self._scenario.num_versions}: loss {snapshot.loss:.2f}, staged for "
+            f"{num_replicas} replicas in {snapshot.transfer_s:.2f} s"
         )
         if kill is not None:
             self._evidence.kills.append(kill)
@@ -97,7 +99,11 @@ class Demo:
             self._evidence.kills[-1] = self._recover(kill)
         serve_until_s = time.monotonic() + self._scenario.serve_s
         self.fleet.wait(lambda: ["time"] if time.monotonic() < serve_until_s else [], "serving", version)
-        self._await(self._trainer.wait_committed.remote(len(self.fleet.names), timeout_s))
+        status: VersionStatus = self._await(self._trainer.wait_committed.remote(len(self.fleet.names), timeout_s))
+        nbytes_moved = sum(holder.nbytes_received for holder in status.holders)
+        self._evidence.snapshots[-1] = msgspec.structs.replace(
+            snapshot, nbytes_moved=nbytes_moved, num_hosts=len(status.holders)
+        )
         self._progress.say(f"version {version}: committed by all {len(self.fleet.names)} replicas")
 
     def _targets(self) -> list[Target]:

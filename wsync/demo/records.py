@@ -67,22 +67,25 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     digests: dict[str, str]
     publish_pause_s: float
     transfer_s: float
-    """From the return of publish until the version was staged on every host."""
+    """From the return of publish until the version was staged for every replica (for the killed one: without it)."""
     nbytes: int
-    nbytes_moved: int
-    num_hosts: int
+    nbytes_moved: int = 0
+    num_hosts: int = 0
 
 
 class Kill(msgspec.Struct, frozen=True, kw_only=True):
-    """What was killed during a version. `was_relaying`: another host was pulling from this holder."""
+    """What was killed during a version, `after_s` after publish had returned.
+
+    `was_relaying`: another host was pulling from this holder. `was_whole`: it had the whole version by then.
+    """
 
     version: int
     host: str
     holder_pid: int
     replica_pid: int
+    after_s: float
     was_relaying: bool
-    nbytes_received: int
-    nbytes: int
+    was_whole: bool
     new_holder_pid: int = 0
     new_replica_pid: int = 0
 

@@ -43,10 +43,11 @@ def _footer(report: Report) -> list[str]:
 
 def _kill(kill: Kill) -> str:
     role = "a relaying holder" if kill.was_relaying else "a holder"
+    when = "after" if kill.was_whole else "during"
     return (
-        f"version {kill.version}: SIGKILL to {role} (pid {kill.holder_pid}) with {kill.nbytes_received / 1e6:.0f} of "
-        f"{kill.nbytes / 1e6:.0f} MB, and to a replica (pid {kill.replica_pid}); "
-        f"back as pids {kill.new_holder_pid} and {kill.new_replica_pid}."
+        f"killed = version {kill.version}, {_ms(kill.after_s)} after publish, {when} its transfer: SIGKILL to {role} "
+        f"(pid {kill.holder_pid}) and a replica (pid {kill.replica_pid}); "
+        f"back as {kill.new_holder_pid} and {kill.new_replica_pid}."
     )
 
 

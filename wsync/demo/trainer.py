@@ -24,7 +24,6 @@ from wsync.status import HolderPhase, VersionStatus
 
 CHANNEL = "demo"
 STEP_SIZE = 4e-3
-KILL_WAIT_S = 5.0
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -50,14 +49,15 @@ class Trainer:
         self._training: threading.Thread | None = None
         self._publisher = wsync.Publisher(CHANNEL, self._model, config=config)
         self._last: wsync.Publication
+        self._transfer_s = 0.0
         self._train()
 
     def prompts(self) -> list[list[int]]:
         """Token ids of the prompts."""
         return [self._tokenizer.encode(prompt) for prompt in PROMPTS]
 
-    def publish(self, targets: list[Target], timeout_s: float) -> tuple[Snapshot, Kill | None]:
-        """Publish the weights of the last step; returns once the version is staged everywhere.
+    def publish(self, num_replicas: int, targets: list[Target], timeout_s: float) -> tuple[Snapshot, Kill | None]:
+        """Publish the weights of the last step; returns once the version is staged for so many replicas.
 
         With `targets`, a relaying holder and a replica are killed on the way. The weights of the next step are
         being made meanwhile. Raises the errors of wsync.
@@ -68,30 +68,28 @@ class Trainer:
         digests = digest_tensors(self._model.state_dict())
         publication = self._publisher.publish(step=step)
         published_s = time.monotonic()
-        # While a kill is awaited the watching thread gets the processor for itself; training starts right after it.
-        kill = self._kill(publication, targets) if targets else None
+        # While a kill is awaited this thread gets the processor for itself; training starts right after it.
+        kill = self._kill(publication, targets, published_s) if targets else None
         self._training = threading.Thread(target=self._train, name="train")
         self._training.start()
-        publication.wait_staged(timeout_s=timeout_s)
-        transfer_s = time.monotonic() - published_s
-        status = publication.status()
+        publication.wait_staged(timeout_s=timeout_s, num_replicas=num_replicas)
+        self._transfer_s = time.monotonic() - published_s
+        self._last = publication
         snapshot = Snapshot(
             version=publication.version,
             step=step,
             loss=loss,
             digests=digests,
             publish_pause_s=publication.pause_s,
-            transfer_s=transfer_s,
-            nbytes=status.nbytes,
-            nbytes_moved=sum(holder.nbytes_received for holder in status.holders),
-            num_hosts=len(status.holders),
+            transfer_s=self._transfer_s,
+            nbytes=publication.status().nbytes,
         )
-        self._last = publication
         return snapshot, kill
 
-    def wait_committed(self, num_replicas: int, timeout_s: float) -> None:
+    def wait_committed(self, num_replicas: int, timeout_s: float) -> VersionStatus:
         """Wait until so many replicas run the last version. Raises the errors of wsync."""
         self._last.wait_committed(timeout_s=timeout_s, num_replicas=num_replicas)
+        return self._last.status()
 
     def close(self) -> None:
         """Finish the step at hand and leave the channel."""
@@ -103,25 +101,24 @@ class Trainer:
         self._loss = train_step(self._model, self._batch)
         self._step += 1
 
-    def _kill(self, publication: wsync.Publication, targets: list[Target]) -> Kill:
-        """SIGKILL a holder that others pull from, as soon as it has some of the bytes, and a replica elsewhere."""
-        deadline_s = time.monotonic() + KILL_WAIT_S
-        while True:
-            status = publication.status()
-            chosen, is_relaying = _choose(status, targets)
-            received = {holder.host: holder.nbytes_received for holder in status.holders}.get(chosen.host, 0)
-            if received > 0 or time.monotonic() > deadline_s:
-                break
+    def _kill(self, publication: wsync.Publication, targets: list[Target], published_s: float) -> Kill:
+        """SIGKILL a holder that others pull from half-way through the transfer, and a replica of another host."""
+        time.sleep(self._transfer_s / 2)  # of the version before
+        status = publication.status()
+        parents = {parent for holder in status.holders for parent in holder.parents}
+        relaying = [target for target in targets if target.host in parents]
+        chosen = (relaying or targets)[0]
         os.kill(chosen.holder_pid, signal.SIGKILL)
         os.kill(chosen.replica_pid, signal.SIGKILL)
+        phases = {holder.host: holder.phase for holder in status.holders}
         return Kill(
             version=publication.version,
             host=chosen.host,
             holder_pid=chosen.holder_pid,
             replica_pid=chosen.replica_pid,
-            was_relaying=is_relaying,
-            nbytes_received=received,
-            nbytes=status.nbytes,
+            after_s=time.monotonic() - published_s,
+            was_relaying=bool(relaying),
+            was_whole=phases.get(chosen.host) == HolderPhase.WHOLE,
         )
 
 

@@ -195,7 +195,8 @@ class Channel:
             return
         receiver = version.holders.setdefault(holder_id, _Receiver())
         receiver.phase = HolderPhase.WHOLE
-        receiver.nbytes_received, receiver.transfer_s = nbytes_received, transfer_s
+        if nbytes_received:  # 0: it had the version already
+            receiver.nbytes_received, receiver.transfer_s = nbytes_received, transfer_s
 
     def pull_failed(self, holder_id: str, number: int, error: str) -> None:
         version = self.versions.get(number)

@@ -13,16 +13,16 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-
-import xxhash
 
 from wsync.config import Config
 from wsync.engine import protocol
-from wsync.engine.executor import LanePull, PeerTable
+from wsync.engine.executor import PeerTable
 from wsync.engine.link import PURPOSE
+from wsync.engine.origin import Origin
 from wsync.engine.protocol import Attached, Done, Message
+from wsync.engine.receiver import Receiver
+from wsync.engine.services import HolderServices, digests_agree, hash_ranges
 from wsync.engine.staging import HeldSlot, SlotPhase, Staging
 from wsync.engine.upstream import Resolve, Upstream
 from wsync.engine.wire import Listener, Wire
@@ -30,11 +30,8 @@ from wsync.errors import (
     ArenaError,
     ChannelError,
     ConfigError,
-    ErrorContext,
     PublishError,
     StaleView,
-    TransferTimeout,
-    WsyncError,
 )
 from wsync.manifest import Manifest, lane_of
 from wsync.memory import Slot
@@ -61,62 +58,26 @@ class _Member:
 
 @dataclass(eq=False)
 class _Channel:
+    """One channel on this host. The last manifest is the trainer's present one."""
+
     name: str
     staging: Staging
-    highest: int = 0
+    origin: Origin
+    receiver: Receiver
     manifests: dict[str, Manifest] = field(default_factory=dict)
     trainer: _Member | None = None
     replicas: list[_Member] = field(default_factory=list)
-    packing: _Packing | None = None
-    pulls: dict[int, _Pull] = field(default_factory=dict)
 
     def report(self) -> protocol.ChannelReport:
         trainer = self.trainer
         return protocol.ChannelReport(
             channel=self.name,
-            highest_version=self.highest,
+            highest_version=self.staging.highest,
             manifests=tuple(self.manifests.values()),
             trainer=protocol.TrainerReport(trainer.member_id, trainer.incarnation) if trainer else None,
             replicas=tuple(member.report() for member in self.replicas),
             slots=tuple(held.report() for held in self.staging.slots if held.phase is not SlotPhase.FREE),
         )
-
-
-@dataclass(eq=False)
-class _Packing:
-    """The version that the trainer packs: chunks up to `num_marked` are served, a task digests them in order."""
-
-    held: HeldSlot
-    num_marked: int = 0
-    is_packed: bool = False
-    is_dropped: bool = False
-    grown: asyncio.Event = field(default_factory=asyncio.Event)
-    digesting: asyncio.Task[None] | None = None
-
-    def drop(self) -> None:
-        self.is_dropped = True
-        self.grown.set()
-
-
-@dataclass(eq=False)
-class _Pull:
-    """A version that comes from another host: the coordinator's last order, and the transfer once a slot is there."""
-
-    order: protocol.Pull
-    digests: Sequence[int] | None = None
-    lane_pull: LanePull | None = None
-    task: asyncio.Task[None] | None = None
-
-    def update(self) -> None:
-        """Hand what is known to the transfer. Orders and digests may come before it has its slot."""
-        if self.lane_pull is not None:
-            self.lane_pull.set_sources(self.order.sources, self.order.patience_s)
-            if self.digests is not None:
-                self.lane_pull.set_digests(self.digests)
-
-    def cancel(self) -> None:
-        if self.task is not None:
-            self.task.cancel()
 
 
 class Holder:
@@ -133,9 +94,8 @@ class Holder:
         self._members: set[_Member] = set()
         self._transports: dict[str, Transport] = {}
         self._upstream = Upstream(config, token, resolve, self._hello, self._handle_order)
-        self._digest_threads = ThreadPoolExecutor(2, thread_name_prefix="wsync-digest")
+        self._services = HolderServices(config, self._upstream.tell)
         self._listener: Listener | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
         self._last_left = 0.0
 
     # --- life
@@ -159,13 +119,13 @@ class Holder:
             for task in done:
                 task.result()
         finally:
-            for task in [*jobs, alone, *self._tasks]:
+            for task in [*jobs, alone, *self._services.tasks]:
                 task.cancel()
             self._listener.close()
-            await asyncio.gather(*jobs, alone, *self._tasks, return_exceptions=True)
+            await asyncio.gather(*jobs, alone, *self._services.tasks, return_exceptions=True)
             for transport in self._transports.values():
                 await asyncio.to_thread(transport.close)
-            self._digest_threads.shutdown(wait=True, cancel_futures=True)
+            self._services.digest_threads.shutdown(wait=True, cancel_futures=True)
             for channel in self._channels.values():
                 channel.staging.close()
 
@@ -189,12 +149,10 @@ class Holder:
 
     def _channel(self, name: str) -> _Channel:
         if name not in self._channels:
-            self._channels[name] = _Channel(name, Staging(name, self.config, self._transports.values()))
+            staging = Staging(name, self.config, self._transports.values())
+            receiver = Receiver(staging, self._services, self._peers, lambda digest: self._manifest(name, digest))
+            self._channels[name] = _Channel(name, staging, Origin(staging, self._services), receiver)
         return self._channels[name]
-
-    def _spawn(self, task: asyncio.Task[None]) -> None:
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     # --- members
     async def _serve(self, wire: Wire) -> None:
@@ -227,33 +185,36 @@ class Holder:
         channel = self._channel(message.channel)
         is_trainer = isinstance(message, protocol.AttachTrainer)
         member = _Member(wire, is_trainer, channel, message.member_id, message.incarnation, message.last_version)
-        register: Message
-        if isinstance(message, protocol.AttachTrainer):
-            report = protocol.TrainerReport(message.member_id, message.incarnation)
-            register = protocol.RegisterTrainer(channel.name, report, message.manifest, message.last_version)
-        else:
-            register = protocol.RegisterReplica(channel.name, member.report())
-        reply = await self._upstream.call(register, timeout_s=self.config.join_timeout_s)
-        assert isinstance(reply, Attached)
-        channel.highest = max(channel.highest, reply.highest_version)
-        if isinstance(message, protocol.AttachTrainer):
-            digest = message.manifest.digest()
-            channel.manifests.pop(digest, None)  # the current one is the last
-            channel.manifests[digest] = message.manifest
-            channel.trainer = member
-            try:
-                await channel.staging.provide(lane_of(message.manifest).nbytes, self.config.chunk_nbytes)
-            except WsyncError:
-                self._detach(member)
-                raise
-        else:
-            channel.replicas.append(member)
+        try:
+            reply = await self._register(member, message)
+        except BaseException:
+            self._detach(member)
+            raise
         wire.peer = f"{'trainer' if is_trainer else 'replica'} {message.member_id}"
         if wire.is_closed:
             self._detach(member)
         else:
             self._members.add(member)
         return member, reply
+
+    async def _register(self, member: _Member, message: protocol.AttachTrainer | protocol.AttachReplica) -> Message:
+        channel = member.channel
+        register: Message = protocol.RegisterReplica(channel.name, member.report())
+        if isinstance(message, protocol.AttachTrainer):
+            report = protocol.TrainerReport(message.member_id, message.incarnation)
+            register = protocol.RegisterTrainer(channel.name, report, message.manifest, message.last_version)
+        reply = await self._upstream.call(register, timeout_s=self.config.join_timeout_s)
+        assert isinstance(reply, Attached)
+        channel.staging.highest = max(channel.staging.highest, reply.highest_version)
+        if isinstance(message, protocol.AttachTrainer):
+            digest = message.manifest.digest()
+            channel.manifests.pop(digest, None)
+            channel.manifests[digest] = message.manifest
+            channel.trainer = member
+            await channel.staging.provide(lane_of(message.manifest).nbytes, self.config.chunk_nbytes)
+        else:
+            channel.replicas.append(member)
+        return reply
 
     def _detach(self, member: _Member) -> None:
         self._members.discard(member)
@@ -263,8 +224,7 @@ class Holder:
             channel.replicas.remove(member)
         if channel.trainer is member:
             channel.trainer = None
-            if channel.packing is not None and not channel.packing.is_packed:
-                self._drop_packing(channel, "its trainer left while packing")
+            channel.origin.trainer_left()
         for held in member.leases:
             channel.staging.release(held, member.member_id)
         member.leases.clear()
@@ -273,15 +233,16 @@ class Holder:
     async def _handle_member(self, member: _Member, message: Message) -> tuple[Message, list[int]] | Message | None:
         match message:
             case protocol.ReserveSlot():
-                return await self._reserve(member, message)
+                if member.channel.trainer is not member:
+                    raise PublishError(f"{member.member_id} is not the trainer of '{member.channel.name}'")
+                manifest = next(reversed(member.channel.manifests.values()))
+                return await member.channel.origin.reserve(member.incarnation, manifest, message)
             case protocol.FetchSlot(slot_id):
                 return self._hand_over(member, slot_id)
             case protocol.PackedTo(version, nbytes):
-                self._packed_to(self._packing(member, version), nbytes)
+                member.channel.origin.packed_to(version, nbytes)
             case protocol.Packed(version):
-                packing = self._packing(member, version)
-                packing.is_packed = True
-                self._packed_to(packing, packing.held.slot.nbytes)
+                member.channel.origin.packed(version)
             case protocol.LeaseVersion():
                 return await self._lease(member, message)
             case protocol.ReleaseVersion():
@@ -291,108 +252,10 @@ class Holder:
             case protocol.AwaitVersion(timeout_s=timeout_s):
                 return await self._upstream.call(message, timeout_s=timeout_s + 2.0)
             case protocol.GetManifest(_, digest):
-                return protocol.ManifestFound(await self._manifest(member.channel, digest))
+                return protocol.ManifestFound(await self._manifest(member.channel.name, digest))
             case _:
                 raise StaleView(f"a member does not send {type(message).__name__}")
         return None
-
-    # --- publishing
-    async def _reserve(self, member: _Member, wish: protocol.ReserveSlot) -> Message:
-        channel = member.channel
-        if not member.is_trainer or channel.trainer is not member:
-            raise PublishError("only the channel's trainer publishes", context=ErrorContext(channel=channel.name))
-        if channel.packing is not None and not channel.packing.is_packed:
-            raise PublishError(
-                f"version {channel.packing.held.version} of '{channel.name}' is still being packed",
-                hint="publish from one thread at a time",
-                context=ErrorContext(channel=channel.name, version=channel.packing.held.version, phase="publish"),
-            )
-        deadline = asyncio.get_running_loop().time() + wish.timeout_s
-        is_busy = any(held.is_flying for held in channel.staging.slots)
-        if is_busy and wish.on_busy == "skip":
-            return protocol.SlotReserved(0, 0)
-        while wish.on_busy == "wait" and any(held.is_flying for held in channel.staging.slots):
-            if not await channel.staging.wait_change(deadline):
-                raise TransferTimeout(
-                    f"an earlier version of '{channel.name}' is still on its way",
-                    hint="raise timeout_s, or use on_busy='supersede'",
-                    context=ErrorContext(channel=channel.name, phase="publish", elapsed_s=wish.timeout_s),
-                )
-        manifest = next(reversed(channel.manifests.values()))
-        version = channel.highest + 1
-        left = max(0.0, deadline - asyncio.get_running_loop().time())
-        unsent = {h.version for h in channel.staging.slots if h.is_origin and not h.has_flown and not h.is_flying}
-        held = await channel.staging.take(
-            version, lane_of(manifest).nbytes, self.config.chunk_nbytes, SlotPhase.PACKING, left
-        )
-        channel.highest = version
-        channel.staging.begin(held, wish.step, manifest.digest())
-        channel.packing = packing = _Packing(held)
-        packing.digesting = asyncio.create_task(self._digest_packing(channel, packing))
-        self._spawn(packing.digesting)
-        kept = channel.staging.whole_versions()
-        self._upstream.tell(
-            protocol.Announce(
-                channel=channel.name,
-                incarnation=member.incarnation,
-                version=version,
-                step=wish.step,
-                nbytes=held.slot.nbytes,
-                chunk_nbytes=held.slot.chunk_nbytes,
-                manifest_digest=held.manifest_digest,
-                replaces=max(unsent - set(kept), default=0),
-                kept=tuple(kept),
-            )
-        )
-        return protocol.SlotReserved(version, held.slot_id)
-
-    def _packing(self, member: _Member, version: int) -> _Packing:
-        packing = member.channel.packing
-        if packing is None or packing.held.version != version or packing.is_dropped:
-            raise StaleView(
-                f"version {version} of '{member.channel.name}' is not being packed any more",
-                context=ErrorContext(channel=member.channel.name, version=version, phase="publish"),
-            )
-        return packing
-
-    def _packed_to(self, packing: _Packing, nbytes: int) -> None:
-        slot = packing.held.slot
-        num_ready = slot.num_chunks if nbytes >= slot.nbytes else max(0, nbytes) // slot.chunk_nbytes
-        if num_ready > packing.num_marked:
-            slot.mark_ready(range(packing.num_marked, num_ready))
-            packing.num_marked = num_ready
-        packing.grown.set()
-
-    async def _digest_packing(self, channel: _Channel, packing: _Packing) -> None:
-        """Digest chunks as they are packed; when all are, seal the version."""
-        slot, done = packing.held.slot, 0
-        loop = asyncio.get_running_loop()
-        while not (packing.is_packed and done == slot.num_chunks):
-            await packing.grown.wait()
-            packing.grown.clear()
-            if packing.is_dropped:
-                return
-            upto = packing.num_marked
-            await loop.run_in_executor(self._digest_threads, _digest_chunks, slot, range(done, upto))
-            done = upto
-        if packing.is_dropped:
-            return
-        held = packing.held
-        channel.staging.complete(held)
-        self._upstream.tell(protocol.Sealed(channel.name, held.version, tuple(slot.digests)))
-
-    def _drop_packing(self, channel: _Channel, reason: str) -> None:
-        packing, channel.packing = channel.packing, None
-        if packing is None:
-            return
-        packing.drop()
-        self._upstream.tell(protocol.Abandon(channel.name, packing.held.version, reason))
-        self._spawn(asyncio.create_task(self._discard(channel, packing.held, packing.digesting)))
-
-    async def _discard(self, channel: _Channel, held: HeldSlot, digesting: asyncio.Task[None] | None) -> None:
-        if digesting is not None:  # it still writes digests into the slot
-            await asyncio.wait([digesting])
-        await channel.staging.discard(held)
 
     # --- reading
     def _hand_over(self, member: _Member, slot_id: int) -> tuple[Message, list[int]]:
@@ -444,19 +307,19 @@ class Holder:
             raise ConfigError("a range lies outside of the version")
         channel.staging.lease(held, "verify")
         try:
-            loop = asyncio.get_running_loop()
-            hashes = await loop.run_in_executor(self._digest_threads, _hash_ranges, held.slot, ranges)
+            hashes = await self._services.in_thread(hash_ranges, held.slot, ranges)
         finally:
             channel.staging.release(held, "verify")
         return protocol.RangeHashes(hashes)
 
-    async def _manifest(self, channel: _Channel, digest: str) -> Manifest:
+    async def _manifest(self, channel_name: str, digest: str) -> Manifest:
+        channel = self._channel(channel_name)
         if digest not in channel.manifests:
             reply = await self._upstream.call(
                 protocol.GetManifest(channel.name, digest), timeout_s=self.config.join_timeout_s
             )
             assert isinstance(reply, protocol.ManifestFound)
-            channel.manifests = {digest: reply.manifest, **channel.manifests}  # the trainer's stays the last
+            channel.manifests = {digest: reply.manifest, **channel.manifests}
         return channel.manifests[digest]
 
     async def _adopt(self, message: protocol.HandBack, fds: list[int]) -> Message:
@@ -472,13 +335,12 @@ class Holder:
         if not is_ours or staging.find(slot.version) or len(staging.slots) >= self.config.num_slots:
             slot.close()
             return Done()
-        loop = asyncio.get_running_loop()
-        is_right = await loop.run_in_executor(self._digest_threads, _digests_agree, slot)
+        is_right = await self._services.in_thread(digests_agree, slot)
         if not is_right or staging.find(slot.version) or len(staging.slots) >= self.config.num_slots:
             slot.close()
             return Done()
         held = staging.adopt(slot, message.step, message.manifest_digest)
-        channel.highest = max(channel.highest, slot.version)
+        staging.highest = max(staging.highest, slot.version)
         self._upstream.tell(protocol.Adopted(channel.name, held.report()))
         logger.info("adopted version %d of '%s' from a former holder", slot.version, channel.name)
         return Done()
@@ -487,14 +349,14 @@ class Holder:
     async def _handle_order(self, wire: Wire, message: Message, descriptors: list[int]) -> Message | None:
         match message:
             case protocol.Pull():
-                self._pull(message)
+                self._channel(message.channel).receiver.pull(message)
             case protocol.Seal(name, version, digests):
-                pull = self._channel(name).pulls.get(version)
-                if pull is not None:
-                    pull.digests = digests
-                    pull.update()
+                self._channel(name).receiver.seal(version, digests)
             case protocol.Abort(name, version, reason):
-                self._abort(self._channel(name), version, reason)
+                logger.info("version %d of '%s' is dropped: %s", version, name, reason)
+                held = self._channel(name).staging.find(version)
+                if not self._channel(name).receiver.abort(version) and held is not None:
+                    self._channel(name).origin.abort(held)
             case protocol.Flight(name, version, is_flying):
                 held = self._channel(name).staging.find(version)
                 if held is not None:
@@ -507,82 +369,6 @@ class Holder:
             case _:
                 raise StaleView(f"a coordinator does not send {type(message).__name__}")
         return None
-
-    def _pull(self, order: protocol.Pull) -> None:
-        channel = self._channel(order.channel)
-        channel.highest = max(channel.highest, order.version)
-        held = channel.staging.find(order.version)
-        if held is not None and held.phase is SlotPhase.WHOLE:
-            self._upstream.tell(protocol.Staged(order.channel, order.version, 0, 0.0))
-            return
-        pull = channel.pulls.get(order.version)
-        if pull is None:
-            for older in [version for version in channel.pulls if version < order.version]:
-                channel.pulls.pop(older).cancel()  # one version at a time: the coordinator has moved on
-            pull = channel.pulls[order.version] = _Pull(order)
-            pull.task = asyncio.create_task(self._run_pull(channel, pull))
-            self._spawn(pull.task)
-        pull.order = order
-        if order.is_sealed:
-            pull.digests = order.digests
-        pull.update()
-
-    async def _run_pull(self, channel: _Channel, pull: _Pull) -> None:
-        order = pull.order
-        started = time.monotonic()
-        held: HeldSlot | None = None
-        try:
-            held = await channel.staging.take(
-                order.version,
-                order.nbytes,
-                order.chunk_nbytes,
-                SlotPhase.PULLING,
-                self.config.transfer_timeout_s,
-            )
-            channel.staging.begin(held, order.step, order.manifest_digest)
-            lane_pull = LanePull(
-                held.slot,
-                channel.staging.key(order.version),
-                peers=self._peers,
-                digest_threads=self._digest_threads,
-                on_hop_failed=lambda source, error: logger.info(
-                    "version %d of '%s': %s failed: %s", order.version, channel.name, source, error
-                ),
-            )
-            pull.lane_pull = lane_pull
-            pull.update()
-            await lane_pull.run()
-            await self._manifest(channel, order.manifest_digest)
-            channel.staging.complete(held)
-            took_s = time.monotonic() - started
-            self._upstream.tell(protocol.Staged(channel.name, order.version, lane_pull.nbytes_received, took_s))
-        except WsyncError as exc:
-            self._upstream.tell(protocol.PullFailed(channel.name, order.version, str(exc)))
-            await self._give_up(channel, order.version, held)
-        except asyncio.CancelledError:
-            await asyncio.shield(self._give_up(channel, order.version, held))
-            raise
-        finally:
-            if channel.pulls.get(order.version) is pull:
-                del channel.pulls[order.version]
-
-    async def _give_up(self, channel: _Channel, version: int, held: HeldSlot | None) -> None:
-        if held is not None and held.version == version and held.phase is SlotPhase.PULLING:
-            await channel.staging.discard(held)
-
-    def _abort(self, channel: _Channel, version: int, reason: str) -> None:
-        if version in channel.pulls:
-            channel.pulls.pop(version).cancel()
-            return
-        held, digesting = channel.staging.find(version), None
-        if channel.packing is not None and channel.packing.held is held:
-            digesting = channel.packing.digesting
-            if held is not None and held.phase is SlotPhase.PACKING:
-                channel.packing.drop()
-                channel.packing = None
-        if held is not None:
-            logger.info("version %d of '%s' is dropped: %s", version, channel.name, reason)
-            self._spawn(asyncio.create_task(self._discard(channel, held, digesting)))
 
 
 def make_transports(config: Config, token: str, host: str) -> dict[str, Transport]:
@@ -600,18 +386,3 @@ def make_transports(config: Config, token: str, host: str) -> dict[str, Transpor
         else:
             raise ConfigError(f"unknown transport '{name}'", hint="a holder knows shm and tcp")
     return made
-
-
-def _digest_chunks(slot: Slot, chunks: range) -> None:
-    for chunk in chunks:
-        slot.digests[chunk] = xxhash.xxh3_64_intdigest(slot.chunk_data(chunk))
-
-
-def _digests_agree(slot: Slot) -> bool:
-    return all(
-        slot.digests[chunk] == xxhash.xxh3_64_intdigest(slot.chunk_data(chunk)) for chunk in range(slot.num_chunks)
-    )
-
-
-def _hash_ranges(slot: Slot, ranges: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    return tuple(xxhash.xxh3_64_intdigest(slot.data[offset : offset + nbytes]) for offset, nbytes in ranges)

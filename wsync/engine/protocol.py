@@ -361,7 +361,7 @@ class AskHave(Message, frozen=True):
 
 
 def _concrete(kind: type[Message]) -> list[type[Message]]:
-    return [sub for sub in kind.__subclasses__()]
+    return list(kind.__subclasses__())
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):

@@ -50,6 +50,11 @@ class HeldSlot:
     has_flown: bool = False
     lessees: list[str] = field(default_factory=list)
 
+    @property
+    def is_unsent(self) -> bool:
+        """A version of this host's trainer whose transfer has not begun."""
+        return self.is_origin and not self.is_flying and not self.has_flown
+
     def report(self) -> SlotReport:
         is_whole = self.phase is SlotPhase.WHOLE
         return SlotReport(
@@ -70,6 +75,8 @@ class Staging:
     def __init__(self, channel: str, config: Config, transports: Iterable[Transport]) -> None:
         self.channel = channel
         self.slots: list[HeldSlot] = []
+        self.highest = 0
+        """The newest version of the channel that this host has heard of."""
         self._config = config
         self._transports = list(transports)
         self._lock = asyncio.Lock()
@@ -96,6 +103,11 @@ class Staging:
             if h.phase is SlotPhase.WHOLE and h.version >= min_version and (not max_version or h.version <= max_version)
         ]
         return max(fitting, key=lambda h: h.version, default=None)
+
+    @property
+    def is_flying(self) -> bool:
+        """A version of this host's trainer is on its way to other hosts."""
+        return any(held.is_flying for held in self.slots)
 
     def wake(self) -> None:
         """Something changed: whoever waits looks again."""
@@ -145,7 +157,7 @@ class Staging:
             and not held.lessees
             and not held.is_flying
             and held.phase in (SlotPhase.FREE, SlotPhase.WHOLE)
-            and (held is not newest or (held.is_origin and not held.has_flown))
+            and (held is not newest or held.is_unsent)
         ]
         return min(candidates, key=lambda h: (h.phase is not SlotPhase.FREE, h.version), default=None)
 

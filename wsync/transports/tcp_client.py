@@ -33,6 +33,7 @@ from wsync.transports.tcp_wire import (
 
 UNIT_NBYTES = 4 << 20
 _PATIENCE_S = 0.1
+_REST_S = 1.0  # before a connection that could not be opened tries again, while others work
 _PATIENCE_QUEUED_S = 0.02  # when others wait for the connection
 
 
@@ -73,6 +74,7 @@ class TcpPeer:
         self.closed_why = ""
         self._queued = threading.Condition(self.lock)
         self.released = threading.Condition(self.lock)
+        self._rested = threading.Condition(self.lock)
         self._queue: deque[_Unit] = deque()
         self._connections = [_Connection(self, number) for number in range(num_connections)]
 
@@ -122,6 +124,7 @@ class TcpPeer:
             for connection in self._connections:
                 connection.shut()
             self._queued.notify_all()
+            self._rested.notify_all()
         self.settle(ended)
         for connection in self._connections:
             if connection.thread.is_alive() and connection.thread is not threading.current_thread():
@@ -169,6 +172,16 @@ class TcpPeer:
         limit = _PATIENCE_QUEUED_S if self._queue else _PATIENCE_S
         return max(0.0, min(limit, op.deadline_s - time.monotonic()))
 
+    def leave_to_others(self, connection: _Connection, unit: _Unit) -> bool:
+        """For a connection that cannot be opened: if another one is, that does the work, and this one pauses."""
+        with self.lock:
+            if self.closed_why or not any(other.is_open for other in self._connections):
+                return False
+        self.put_back(connection, unit, is_first=True)
+        with self.lock:
+            self._rested.wait_for(lambda: self.closed_why, _REST_S)
+        return True
+
     def unreachable(self, cause: BaseException) -> None:
         """Nobody can be connected to: whatever is queued fails now rather than one by one."""
         with self.lock:
@@ -206,6 +219,7 @@ class _Connection:
         """The unit whose memory is being written; no new one once the connection was shut down."""
         self._peer = peer
         self._sock: socket.socket | None = None
+        self._is_open = False
         self._is_shut = False
         self._num_requests = 0
         self._header = memoryview(bytearray(RESPONSE.size))
@@ -227,6 +241,7 @@ class _Connection:
             if incarnation != where.incarnation:
                 raise ConnectError("another incarnation listens there now", hint="connect to its new endpoint")
             sock.settimeout(None)
+            self._is_open = True
         except (OSError, ConnectError, AuthError) as exc:
             self.close()
             text = exc.problem if isinstance(exc, TransportError) else str(exc)
@@ -236,6 +251,10 @@ class _Connection:
                 context=ErrorContext(phase="connect", peers=(peer.name,), elapsed_s=time.monotonic() - started_s),
             ) from without_frames(exc)
 
+    @property
+    def is_open(self) -> bool:
+        return self._is_open and not self._is_shut
+
     def shut(self) -> None:
         """Wake the thread; what it does on the socket fails. The caller holds the peer's lock."""
         if self._sock is not None:
@@ -244,7 +263,7 @@ class _Connection:
 
     def close(self) -> None:
         with self._peer.lock:  # nobody may shut down a descriptor that is closed, and perhaps used again
-            sock, self._sock = self._sock, None
+            sock, self._sock, self._is_open = self._sock, None, False
         if sock is not None:
             sock.close()
 
@@ -330,7 +349,7 @@ class _Connection:
             self._peer.release(self, unit, unit.op.overdue())
         elif self._is_shut:  # by a cancel or a close, which has given the unit its error
             self._peer.put_back(self, unit, is_first=True)
-        else:
+        elif not self._peer.leave_to_others(self, unit):
             self._peer.release(self, unit, type(exc)(exc.problem, hint=exc.hint, context=unit.op.context("connect")))
             self._peer.unreachable(exc)
 

@@ -1,0 +1,158 @@
+"""The trainer's side of a channel in a holder: a version is served while it is packed, digested, and sealed.
+
+A trainer reserves a slot, says how far it has packed, and is done. Chunks are offered as they come; their digests are
+made here, outside of the trainer's process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+
+from wsync.engine import protocol
+from wsync.engine.protocol import SlotReserved
+from wsync.engine.services import HolderServices, digest_chunks
+from wsync.engine.staging import HeldSlot, SlotPhase, Staging
+from wsync.errors import ErrorContext, PublishError, StaleView, TransferTimeout
+from wsync.manifest import Manifest, lane_of
+
+logger = logging.getLogger("wsync")
+
+
+@dataclass(eq=False)
+class _Packing:
+    """The version that the trainer packs: chunks up to `num_marked` are served, a task digests them in order."""
+
+    held: HeldSlot
+    num_marked: int = 0
+    is_packed: bool = False
+    is_dropped: bool = False
+    grown: asyncio.Event = field(default_factory=asyncio.Event)
+    digesting: asyncio.Task[None] | None = None
+
+
+class Origin:
+    """One per channel and holder. At most one version is being packed at a time."""
+
+    def __init__(self, staging: Staging, services: HolderServices) -> None:
+        self._staging, self._services = staging, services
+        self._packing: _Packing | None = None
+
+    async def reserve(self, incarnation: str, manifest: Manifest, wish: protocol.ReserveSlot) -> SlotReserved:
+        """A slot for the next version, announced to the coordinator. Version 0: skipped."""
+        staging = self._staging
+        if self._packing is not None and not self._packing.is_packed:
+            raise PublishError(
+                f"version {self._packing.held.version} of '{staging.channel}' is still being packed",
+                hint="publish from one thread at a time",
+                context=ErrorContext(channel=staging.channel, version=self._packing.held.version, phase="publish"),
+            )
+        deadline = asyncio.get_running_loop().time() + wish.timeout_s
+        if staging.is_flying and wish.on_busy == "skip":
+            return SlotReserved(0, 0)
+        while staging.is_flying and wish.on_busy == "wait":
+            if not await staging.wait_change(deadline):
+                raise TransferTimeout(
+                    f"an earlier version of '{staging.channel}' is still on its way",
+                    hint="raise timeout_s, or use on_busy='supersede'",
+                    context=ErrorContext(channel=staging.channel, phase="publish", elapsed_s=wish.timeout_s),
+                )
+        version = staging.highest + 1
+        unsent = {held.version for held in staging.slots if held.is_unsent}
+        held = await staging.take(
+            version,
+            lane_of(manifest).nbytes,
+            self._services.config.chunk_nbytes,
+            SlotPhase.PACKING,
+            max(0.0, deadline - asyncio.get_running_loop().time()),
+        )
+        staging.highest = version
+        staging.begin(held, wish.step, manifest.digest())
+        self._packing = packing = _Packing(held)
+        packing.digesting = self._services.spawn(self._digest(packing))
+        kept = tuple(staging.whole_versions())
+        self._services.tell(
+            protocol.Announce(
+                channel=staging.channel,
+                incarnation=incarnation,
+                version=version,
+                step=wish.step,
+                nbytes=held.slot.nbytes,
+                chunk_nbytes=held.slot.chunk_nbytes,
+                manifest_digest=held.manifest_digest,
+                replaces=max(unsent - set(kept), default=0),
+                kept=kept,
+            )
+        )
+        return SlotReserved(version, held.slot_id)
+
+    def packed_to(self, version: int, nbytes: int) -> None:
+        """The first `nbytes` are in place: serve the whole chunks among them."""
+        packing = self._current(version)
+        slot = packing.held.slot
+        num_ready = slot.num_chunks if nbytes >= slot.nbytes else max(0, nbytes) // slot.chunk_nbytes
+        if num_ready > packing.num_marked:
+            slot.mark_ready(range(packing.num_marked, num_ready))
+            packing.num_marked = num_ready
+        packing.grown.set()
+
+    def packed(self, version: int) -> None:
+        """Everything is in place; the version goes on without its trainer from here."""
+        packing = self._current(version)
+        packing.is_packed = True
+        self.packed_to(version, packing.held.slot.nbytes)
+
+    def _current(self, version: int) -> _Packing:
+        packing = self._packing
+        if packing is None or packing.held.version != version or packing.is_dropped:
+            raise StaleView(
+                f"version {version} of '{self._staging.channel}' is not being packed any more",
+                context=ErrorContext(channel=self._staging.channel, version=version, phase="publish"),
+            )
+        return packing
+
+    async def _digest(self, packing: _Packing) -> None:
+        """Digest chunks as they are packed; when all are, seal the version."""
+        held, done = packing.held, 0
+        try:
+            while not (packing.is_packed and done == held.slot.num_chunks):
+                await packing.grown.wait()
+                packing.grown.clear()
+                if packing.is_dropped:
+                    return
+                upto = packing.num_marked
+                await self._services.in_thread(digest_chunks, held.slot, range(done, upto))
+                done = upto
+        except Exception as exc:
+            logger.exception("version %d of '%s' could not be digested", held.version, self._staging.channel)
+            self._services.tell(protocol.Abandon(self._staging.channel, held.version, f"digesting failed: {exc}"))
+            raise
+        if not packing.is_dropped:
+            self._staging.complete(held)
+            self._services.tell(protocol.Sealed(self._staging.channel, held.version, tuple(held.slot.digests)))
+
+    def trainer_left(self) -> None:
+        """Its half-packed version goes with it; a packed one stays."""
+        packing = self._packing
+        if packing is not None and not packing.is_packed:
+            self._services.tell(
+                protocol.Abandon(self._staging.channel, packing.held.version, "its trainer left while packing")
+            )
+            self.abort(packing.held)
+
+    def abort(self, held: HeldSlot) -> None:
+        """Drop a version of ours, unless somebody is installing it."""
+        digesting = None
+        if self._packing is not None and self._packing.held is held:
+            digesting = self._packing.digesting
+            if held.phase is SlotPhase.PACKING:
+                self._packing.is_dropped = True
+                self._packing.grown.set()
+                self._packing = None
+        self._services.spawn(self._discard(held, digesting))
+
+    async def _discard(self, held: HeldSlot, digesting: asyncio.Task[None] | None) -> None:
+        if digesting is not None:  # it still writes digests into the slot
+            await asyncio.wait([digesting])
+        await self._staging.discard(held)
