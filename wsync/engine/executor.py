@@ -130,6 +130,9 @@ class LanePull:
                     for _ in range(min(WINDOW, max(1, len(self._todo)))):
                         group.create_task(self._fetch_chunks())
             except BaseExceptionGroup as several:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():  # the group hides our cancellation behind its own errors
+                    raise asyncio.CancelledError from None
                 raise several.exceptions[0] from None
             wrong = self._compare(await self._digests)
             if not wrong:

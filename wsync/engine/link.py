@@ -80,7 +80,7 @@ class _Connection:
                     frame = frame[socket.send_fds(self.sock, [frame], list(descriptors)) :]
                 self.sock.sendall(frame)
             except OSError as exc:
-                self._break()
+                self.give_up()
                 raise PeerLost("this host's holder has gone") from exc
             return request_id
 
@@ -123,20 +123,21 @@ class _Connection:
                     if is_reply:
                         self._replies[request_id] = (message, frame[1])
         except (OSError, WsyncError, msgspec.DecodeError) as exc:
-            self._break()
+            self.give_up()
             raise PeerLost("this host's holder has gone") from exc
 
-    def _break(self) -> None:
+    def give_up(self) -> None:
+        """End the connection, for whoever uses it: the holder drops our leases when it sees that, also if it hung."""
         with self._changed:
             self.is_broken = True
             self._changed.notify_all()
-
-    def close(self) -> None:
-        self._break()
-        for fd in self._buffer.drop_descriptors():
-            os.close(fd)
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.give_up()
+        for fd in self._buffer.drop_descriptors():
+            os.close(fd)
         self.sock.close()
         for slot in self.slots.values():
             slot.close()
@@ -233,6 +234,7 @@ class Link:
         request_id = connection.send(message, is_request=True)
         answer = connection.receive(request_id, deadline)
         if answer is None:
+            connection.give_up()  # what it does about our request later is not for us any more
             raise TransferTimeout(
                 f"this host's holder has not answered {type(message).__name__} in time",
                 context=ErrorContext(peers=("holder",), phase="control"),
@@ -249,7 +251,7 @@ class Link:
 
         The holder answers within `timeout_s`; `grace_s` more is the deadline for a holder that hangs.
         """
-        connection = self._connected(time.monotonic() + self._join_timeout_s)
+        connection = self._connected(time.monotonic() + min(self._join_timeout_s, timeout_s + grace_s))
         return self._ask(connection, message, time.monotonic() + timeout_s + grace_s)
 
     def tell(self, message: Message) -> None:
@@ -264,6 +266,7 @@ class Link:
             request_id = connection.send(FetchSlot(slot_id), is_request=True)
             answer = connection.receive(request_id, time.monotonic() + timeout_s)
             if answer is None:
+                connection.give_up()
                 raise TransferTimeout("this host's holder has not handed over a slot in time")
             reply, descriptors = answer
             if isinstance(reply, protocol.Failure):

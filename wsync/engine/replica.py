@@ -219,7 +219,7 @@ class Replica:
         try:
             live.install(slot, lane)
         except BaseException as exc:
-            self._restore(live, lane, exc, leased.version)
+            self._restore(live, exc, leased.version)
             raise CommitError(
                 f"version {leased.version} could not be installed: {exc}",
                 hint="the former version is in place" if not self._is_torn else "commit another version before serving",
@@ -233,7 +233,7 @@ class Replica:
         self._steps = {v: s for v, s in self._steps.items() if v in leased.kept or v == leased.version}
         return Commit(leased.version, leased.step, pause_s, lane.nbytes)
 
-    def _restore(self, live: LiveTensors, lane: Lane, cause: BaseException, failed_version: int) -> None:
+    def _restore(self, live: LiveTensors, cause: BaseException, failed_version: int) -> None:
         """A commit failed half-way: put the former version back from its slot, if this host still has it."""
         if not self._version or self._version == failed_version:
             return
@@ -241,6 +241,7 @@ class Replica:
             leased = self._link.ask(protocol.LeaseVersion(self._version, self._version, 0.0), timeout_s=0.0)
             assert isinstance(leased, protocol.VersionLeased)
             if leased.version == self._version:
+                lane = self._agree(leased.manifest_digest, live.manifest)  # of that version, which may lie otherwise
                 live.install(self._link.slot(leased.slot_id, timeout_s=10.0), lane)
                 self._is_torn = False
                 self._release(leased.version, is_committed=False, pause_s=0.0, error="")

@@ -172,7 +172,7 @@ def _find_local_holder(config: Config, timeout_s: float) -> HolderAddress:
     with locked(folder / f"holder-{name}.lock", deadline):
         token = named[1] if named else _job_token(folder, deadline)
         record = read_record(record_path, HolderRecord)
-        if record is None or not _answers(record.socket_name, token):
+        if record is None or not _answers(record, token):
             order = HolderOrder(config, host, str(folder), token, named[0] if named else None)
             record = _start_holder(order, record_path.with_suffix(".log"), deadline)
             write_record(record_path, record)
@@ -189,12 +189,19 @@ def _job_token(folder: Path, deadline: float) -> str:
         return record.token
 
 
-def _answers(socket_name: str, token: str) -> bool:
+def _answers(record: HolderRecord, token: str) -> bool:
+    """Raises ConnectError for a holder that hangs: a second one beside it would take its name."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(2.0)
         try:
-            sock.connect("\0" + socket_name)
+            sock.connect("\0" + record.socket_name)
             authenticate_client(sock, token, PURPOSE)
+        except TimeoutError as exc:
+            raise ConnectError(
+                f"this host's holder (process {record.pid}) hangs",
+                hint="continue it if it is stopped, or end it: the next call starts another",
+                context=ErrorContext(phase="join"),
+            ) from exc
         except (OSError, AuthError):
             return False
     return True

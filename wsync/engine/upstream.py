@@ -51,26 +51,23 @@ class Upstream:
         address = await self._resolve()
         where = f"the coordinator at {address[0]}:{address[1]}"
         wire = await wires.connect(address, self._token, purpose=PURPOSE, peer=where, timeout_s=5.0)
-        reading = asyncio.create_task(wire.serve(self._handle))
+        # Plain tasks, not a TaskGroup: that would turn our own cancellation into the PeerLost which it causes.
+        tasks = [asyncio.create_task(wire.serve(self._handle))]
         try:
             while not self._outbox.empty():
                 self._outbox.get_nowait()
             await wire.call(self._hello(), timeout_s=10.0)
             self._wire = wire
             self._connected.set()
-            async with asyncio.TaskGroup() as group:
-                sender = group.create_task(self._send_outbox(wire))
-                beater = group.create_task(self._beat(wire))
-                await reading
-                sender.cancel()
-                beater.cancel()
-        except* PeerLost as lost:
-            logger.debug("lost %s: %s", where, lost.exceptions[0])
+            tasks += [asyncio.create_task(self._send_outbox(wire)), asyncio.create_task(self._beat(wire))]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._wire = None
             self._connected.clear()
             wire.close()
-            reading.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _send_outbox(self, wire: Wire) -> None:
         while True:

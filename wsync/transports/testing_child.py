@@ -84,6 +84,23 @@ class ChildHolder:
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
+    def stop(self) -> None:
+        """Send SIGSTOP; after return none of its threads runs, which the signal alone does not promise."""
+        self.signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 30.0
+        while any(state not in "tT" for state in self._thread_states()):
+            if time.monotonic() > deadline:
+                raise AssertionError("the child holder does not stop")
+            time.sleep(0.001)
+
+    def _thread_states(self) -> list[str]:
+        folder = f"/proc/{self.pid}/task"
+        states = []
+        for thread in os.listdir(folder):
+            with contextlib.suppress(FileNotFoundError), open(f"{folder}/{thread}/stat") as stat:
+                states.append(stat.read().rpartition(")")[2].split()[0])
+        return states
+
     def close(self) -> None:
         """Kill it, whatever state it is in."""
         self.process.kill()

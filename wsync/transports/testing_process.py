@@ -95,7 +95,7 @@ class ProcessChecks:
             child.ask("ready 0 1")
             peer = reader.connect(child.endpoint, peer="child", timeout_s=5.0)
             target = Target(seeded(NBYTES, 1))
-            child.signal(signal.SIGSTOP)
+            child.stop()
             for _ in range(2):  # the second one finds the connections gone
                 reads = [Read("k", 0, target.view)]
                 ops = [reader.post_read(peer, reads, timeout_s=0.3) for _ in range(3)]
@@ -131,7 +131,7 @@ class ProcessChecks:
             child = self.child(stack, pair.token)
             child.ask(f"read {pair.holder.export().hex()} k {16 << 20} 60")
             pair.check_usable()
-            child.signal(signal.SIGSTOP)
+            child.stop()
             pair.slot.mark_ready(range(pair.slot.num_chunks))
             complaint = str(child.pid)
             try:
