@@ -61,7 +61,7 @@ class Slot:
 
     @classmethod
     def reserve(cls, nbytes: int, chunk_nbytes: int, *, arena: str = "memory") -> Slot:
-        """A new zeroed slot whose pages are all there. Raises `ArenaError` naming what is lacking; reserves nothing then."""
+        """A new zeroed slot whose pages are all there. Raises `ArenaError` naming what is lacking."""
         total = _total_nbytes(nbytes, chunk_nbytes)
         if arena == "memory":
             _check_memory(total)

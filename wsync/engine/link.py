@@ -247,7 +247,7 @@ class Link:
         return reply
 
     def ask(self, message: Message, *, timeout_s: float, grace_s: float = 5.0) -> Message:
-        """One request and its reply. Raises PeerLost when the holder dies meanwhile (the caller knows whether to repeat).
+        """One request and its reply. Raises PeerLost when the holder dies meanwhile; the caller knows what to repeat.
 
         The holder answers within `timeout_s`; `grace_s` more is the deadline for a holder that hangs.
         """

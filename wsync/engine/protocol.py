@@ -101,7 +101,7 @@ class Packed(Message, frozen=True):
 
 
 class LeaseVersion(Message, frozen=True):
-    """The newest whole version in ``[min_version, max_version]`` (0: no upper end); waits for one until the time-out."""
+    """The newest whole version in ``[min_version, max_version]`` (0: no end); waits for one until the time-out."""
 
     min_version: int
     max_version: int
@@ -403,7 +403,7 @@ def decode_payload(payload: bytes | bytearray | memoryview) -> tuple[int, bool, 
 
 
 class FrameBuffer:
-    """Sans-I/O frame reader: feed bytes and descriptors, take whole frames. Raises `WsyncError` for a frame too large."""
+    """Sans-I/O frame reader: feed bytes and descriptors, take whole frames. A frame too large is a `WsyncError`."""
 
     def __init__(self, max_nbytes: int = MAX_FRAME_NBYTES) -> None:
         self._bytes = bytearray()

@@ -38,8 +38,8 @@ class Publisher:
 
     `source` is an `nn.Module`, a state dict, or any mapping of names to torch tensors or numpy arrays; it is read anew
     at every `publish`, and must keep its names, shapes and dtypes. `names` restricts it to a declared part.
-    `on_busy` says what `publish` does while an earlier version is still on its way: `supersede` packs the new one, which
-    is sent next (of those that wait only the newest is sent), `wait` waits for it, `skip` publishes nothing.
+    `on_busy` says what `publish` does while an earlier version is still on its way: `supersede` packs the new one,
+    which is sent next (of those that wait only the newest is sent), `wait` waits for it, `skip` publishes nothing.
 
     After the constructor has returned, the channel is known to the coordinator and this host has its slots. Raises
     ChannelError when another publisher of the channel lives, ArenaError when memory is lacking, ManifestMismatch for
@@ -98,8 +98,8 @@ class Publisher:
     def publish(self, step: int, *, timeout_s: float = 60.0) -> Publication:
         """Snapshot the live tensors as the next version. When this returns, training may change them.
 
-        The bytes are then in a slot of this host's holder, which digests and sends them. A holder that dies meanwhile is
-        replaced and the snapshot is taken again. Raises ManifestMismatch when the tensors are not those of the
+        The bytes are then in a slot of this host's holder, which digests and sends them. A holder that dies meanwhile
+        is replaced and the snapshot is taken again. Raises ManifestMismatch when the tensors are not those of the
         channel any more, TransferTimeout naming the readers when no slot becomes free, PublishError after `close`.
         """
         with self._lock:
@@ -158,7 +158,7 @@ class Publisher:
         )
 
     def digests(self, version: int) -> dict[str, int]:
-        """xxh3-64 of every tensor of a version that this host still has, by name; the same as `Replica.digests` gives."""
+        """xxh3-64 of every tensor of a version that this host still has, by name, as `Replica.digests` gives."""
         lane = lane_of(self._manifest)
         ranges = tuple((place.offset, place.nbytes) for place in lane.placements)
         reply = self._link.ask(protocol.HashRanges(version, ranges), timeout_s=60.0)
@@ -221,8 +221,8 @@ class Publication:
     def wait_committed(self, timeout_s: float = 60.0, *, num_replicas: int = 0) -> VersionStatus:
         """Until `num_replicas` replicas (0: all, at least one) run this version or a newer one.
 
-        Raises TransferTimeout naming the replicas that lack it, MembershipError when there are fewer replicas than asked
-        for, CommitError when a replica could not install it, PublishError when it was superseded or aborted.
+        Raises TransferTimeout naming the replicas that lack it, MembershipError when there are fewer replicas than
+        asked for, CommitError when a replica could not install it, PublishError when it was superseded or aborted.
         """
         return self._wait("committed", timeout_s, num_replicas)
 

@@ -278,8 +278,8 @@ class Replica:
     def verify(self) -> list[str]:
         """Names of the live tensors that differ from the version that this replica runs; empty when all are equal.
 
-        Compares with the bytes in this host's slot, whose digests were checked against the trainer's. Raises ChannelError
-        when the version is not on this host any more.
+        Compares with the bytes in this host's slot, whose digests were checked against the trainer's. Raises
+        ChannelError when the version is not on this host any more.
         """
         with self._lock:
             live = live_tensors(self._target, self._names, is_target=True)

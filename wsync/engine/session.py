@@ -32,7 +32,7 @@ _Record = TypeVar("_Record", bound=msgspec.Struct)
 
 
 class CoordinatorRecord(msgspec.Struct, frozen=True):
-    """`coordinator.json`: where the job's coordinator is, and the job's token. `pid` 0: not one that a holder carries."""
+    """`coordinator.json`: the job's token, and where its coordinator is (`port` 0: there has been none yet)."""
 
     host: str
     port: int

@@ -124,7 +124,7 @@ class Staging:
         return True
 
     async def provide(self, nbytes: int, chunk_nbytes: int) -> None:
-        """Reserve what is missing of this channel's slots now, so that no update pays for page faults. Raises ArenaError."""
+        """Reserve what is missing of this channel's slots now: no update pays for page faults. Raises ArenaError."""
         async with self._lock:
             self._drop_unfit(nbytes, chunk_nbytes)
             while len(self.slots) < self._config.num_slots:
@@ -132,7 +132,7 @@ class Staging:
                 self.slots.append(HeldSlot(slot))
 
     async def take(self, version: int, nbytes: int, chunk_nbytes: int, phase: SlotPhase, timeout_s: float) -> HeldSlot:
-        """A slot that now belongs to `version`, empty. Raises ArenaError, or TransferTimeout naming who holds the slots."""
+        """A slot that now belongs to `version`, empty. Raises ArenaError, TransferTimeout naming who holds the slots."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         await self.provide(nbytes, chunk_nbytes)
         async with self._lock:

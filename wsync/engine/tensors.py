@@ -26,7 +26,7 @@ class LiveTensors(Protocol):
         ...
 
     def install(self, slot: Slot, lane: Lane) -> None:
-        """Copy from the slot into the tensors, in place. `lane` has a placement per tensor of `manifest`, in its order."""
+        """Copy from the slot into the tensors, in place; `lane` has a placement per tensor of `manifest`, in order."""
         ...
 
     def digests(self) -> list[int]:

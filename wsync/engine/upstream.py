@@ -87,7 +87,7 @@ class Upstream:
         self._outbox.put_nowait(message)
 
     async def call(self, message: Message, *, timeout_s: float) -> Message:
-        """A request, repeated over reconnects until the deadline. Raises ConnectError naming why there is no coordinator."""
+        """A request, repeated over reconnects until the deadline. Raises ConnectError: why there is no coordinator."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while True:
