@@ -65,6 +65,7 @@ def make_scenario(args: argparse.Namespace) -> Scenario:
     default = 4 if args.tiny else 8
     return Scenario(
         model="tiny" if args.tiny else args.model,
+        sizes=(2, 3, 2) if args.model == "qwen3-0.6b" and not args.tiny else (4, 6, 3),
         num_versions=default if args.versions is None else args.versions,
         seed=args.seed,
         serve_s=1.0 if args.tiny else 8.0,

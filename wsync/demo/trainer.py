@@ -49,7 +49,6 @@ class Trainer:
         self._training: threading.Thread | None = None
         self._publisher = wsync.Publisher(CHANNEL, self._model, config=config)
         self._last: wsync.Publication
-        self._transfer_s = 0.0
         self._train()
 
     def prompts(self) -> list[list[int]]:
@@ -68,12 +67,12 @@ class Trainer:
         digests = digest_tensors(self._model.state_dict())
         publication = self._publisher.publish(step=step)
         published_s = time.monotonic()
-        # While a kill is awaited this thread gets the processor for itself; training starts right after it.
+        # The first bytes are on their way since the packing: a kill must come at once to be in time.
         kill = self._kill(publication, targets, published_s) if targets else None
         self._training = threading.Thread(target=self._train, name="train")
         self._training.start()
         publication.wait_staged(timeout_s=timeout_s, num_replicas=num_replicas)
-        self._transfer_s = time.monotonic() - published_s
+        transfer_s = time.monotonic() - published_s
         self._last = publication
         snapshot = Snapshot(
             version=publication.version,
@@ -81,7 +80,7 @@ class Trainer:
             loss=loss,
             digests=digests,
             publish_pause_s=publication.pause_s,
-            transfer_s=self._transfer_s,
+            transfer_s=transfer_s,
             nbytes=publication.status().nbytes,
         )
         return snapshot, kill
@@ -102,8 +101,7 @@ class Trainer:
         self._step += 1
 
     def _kill(self, publication: wsync.Publication, targets: list[Target], published_s: float) -> Kill:
-        """SIGKILL a holder that others pull from half-way through the transfer, and a replica of another host."""
-        time.sleep(self._transfer_s / 2)  # of the version before
+        """SIGKILL a holder that others pull from, while it is pulling itself, and a replica of another host."""
         status = publication.status()
         parents = {parent for holder in status.holders for parent in holder.parents}
         relaying = [target for target in targets if target.host in parents]
@@ -143,6 +141,6 @@ def train_step(model: nn.Module, batch: torch.Tensor) -> float:
 
 
 def _round_to_bf16(values: torch.Tensor) -> torch.Tensor:
-    """float32 values that bf16 can hold: each one of its two neighbours, with the chance of its distance to the other."""
+    """float32 values that bf16 can hold: one of the two neighbours of each, the nearer one more often."""
     noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32)
     return ((values.view(torch.int32) + noise) & ~0xFFFF).view(torch.float32)

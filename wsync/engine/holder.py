@@ -50,6 +50,7 @@ class _Member:
     member_id: str
     incarnation: str
     committed_version: int = 0
+    lane_nbytes: int = 0
     leases: list[HeldSlot] = field(default_factory=list)
 
     def report(self) -> protocol.ReplicaReport:
@@ -211,7 +212,8 @@ class Holder:
             channel.manifests.pop(digest, None)
             channel.manifests[digest] = message.manifest
             channel.trainer = member
-            await channel.staging.provide(lane_of(message.manifest).nbytes, self.config.chunk_nbytes)
+            member.lane_nbytes = lane_of(message.manifest).nbytes
+            await channel.staging.provide(member.lane_nbytes, self.config.chunk_nbytes)
         else:
             channel.replicas.append(member)
         return reply
@@ -235,8 +237,8 @@ class Holder:
             case protocol.ReserveSlot():
                 if member.channel.trainer is not member:
                     raise PublishError(f"{member.member_id} is not the trainer of '{member.channel.name}'")
-                manifest = next(reversed(member.channel.manifests.values()))
-                return await member.channel.origin.reserve(member.incarnation, manifest, message)
+                digest = next(reversed(member.channel.manifests))
+                return await member.channel.origin.reserve(member.incarnation, digest, member.lane_nbytes, message)
             case protocol.FetchSlot(slot_id):
                 return self._hand_over(member, slot_id)
             case protocol.PackedTo(version, nbytes):

@@ -15,7 +15,6 @@ from wsync.engine.protocol import SlotReserved
 from wsync.engine.services import HolderServices, digest_chunks
 from wsync.engine.staging import HeldSlot, SlotPhase, Staging
 from wsync.errors import ErrorContext, PublishError, StaleView, TransferTimeout
-from wsync.manifest import Manifest, lane_of
 
 logger = logging.getLogger("wsync")
 
@@ -39,8 +38,10 @@ class Origin:
         self._staging, self._services = staging, services
         self._packing: _Packing | None = None
 
-    async def reserve(self, incarnation: str, manifest: Manifest, wish: protocol.ReserveSlot) -> SlotReserved:
-        """A slot for the next version, announced to the coordinator. Version 0: skipped."""
+    async def reserve(
+        self, incarnation: str, manifest_digest: str, nbytes: int, wish: protocol.ReserveSlot
+    ) -> SlotReserved:
+        """A slot of `nbytes` for the next version, announced to the coordinator. Version 0: skipped."""
         staging = self._staging
         if self._packing is not None and not self._packing.is_packed:
             raise PublishError(
@@ -62,13 +63,13 @@ class Origin:
         unsent = {held.version for held in staging.slots if held.is_unsent}
         held = await staging.take(
             version,
-            lane_of(manifest).nbytes,
+            nbytes,
             self._services.config.chunk_nbytes,
             SlotPhase.PACKING,
             max(0.0, deadline - asyncio.get_running_loop().time()),
         )
         staging.highest = version
-        staging.begin(held, wish.step, manifest.digest())
+        staging.begin(held, wish.step, manifest_digest)
         self._packing = packing = _Packing(held)
         packing.digesting = self._services.spawn(self._digest(packing))
         kept = tuple(staging.whole_versions())

@@ -60,7 +60,9 @@ class Publisher:
         self.config = config or Config.from_env()
         self.member_id = member_id or default_member_id("trainer")
         self._source, self._names, self._on_busy = source, names, on_busy
-        self._manifest: Manifest = live_tensors(source, names, is_target=False).manifest
+        self._live = live_tensors(source, names, is_target=False)
+        self._manifest: Manifest = self._live.manifest
+        self._lane = lane_of(self._manifest)
         self._incarnation = secrets.token_hex(8)
         self._last_version = 0
         self._steps: dict[int, int] = {}
@@ -111,8 +113,9 @@ class Publisher:
                 )
             started = time.monotonic()
             deadline = started + timeout_s
-            live = live_tensors(self._source, self._names, is_target=False)
+            live = live_tensors(self._source, self._names, is_target=False, former=self._live)
             self._check_unchanged(live.manifest)
+            self._live = live
             while True:
                 try:
                     version, nbytes = self._snapshot(live, step, max(0.0, deadline - time.monotonic()))
@@ -131,11 +134,10 @@ class Publisher:
         version = reply.version
         if not version:
             return 0, 0
-        lane = lane_of(self._manifest)
         slot = self._link.slot(reply.slot_id, timeout_s=10.0)
-        live.pack(slot, lane, lambda nbytes: self._link.tell(protocol.PackedTo(version, nbytes)))
+        live.pack(slot, self._lane, lambda nbytes: self._link.tell(protocol.PackedTo(version, nbytes)))
         self._link.ask(protocol.Packed(version), timeout_s=10.0)
-        return version, lane.nbytes
+        return version, self._lane.nbytes
 
     def _check_unchanged(self, manifest: Manifest) -> None:
         if manifest == self._manifest:
@@ -159,7 +161,7 @@ class Publisher:
 
     def digests(self, version: int) -> dict[str, int]:
         """xxh3-64 of every tensor of a version that this host still has, by name, as `Replica.digests` gives."""
-        lane = lane_of(self._manifest)
+        lane = self._lane
         ranges = tuple((place.offset, place.nbytes) for place in lane.placements)
         reply = self._link.ask(protocol.HashRanges(version, ranges), timeout_s=60.0)
         assert isinstance(reply, protocol.RangeHashes)

@@ -80,7 +80,7 @@ class Replica:
         self._agreed: tuple[str, Manifest, Lane] | None = None
         self._lock = threading.RLock()
         self._hook: Any = None
-        ours = live_tensors(target, self._names, is_target=True).manifest
+        self._live = live_tensors(target, self._names, is_target=True)
         if auto_commit and not hasattr(target, "register_forward_pre_hook"):
             raise ConfigError("auto_commit needs an nn.Module, whose forward passes are its step boundaries")
         self._link = Link(
@@ -94,7 +94,7 @@ class Replica:
         self._link.connect(time.monotonic() + self.config.join_timeout_s)
         try:
             for manifest in self._manifests.values():
-                check_agreement(manifest, ours, channel=channel, is_partial=self._names is not None)
+                check_agreement(manifest, self._live.manifest, channel=channel, is_partial=self._names is not None)
         except ManifestMismatch:
             self._link.close()
             raise
@@ -206,7 +206,7 @@ class Replica:
             return commit
 
     def _install(self, leased: protocol.VersionLeased) -> Commit:
-        live = live_tensors(self._target, self._names, is_target=True)
+        live = self._current()
         lane = self._agree(leased.manifest_digest, live.manifest)
         slot = self._link.slot(leased.slot_id, timeout_s=10.0)
         if slot.version != leased.version or not slot.is_sealed:
@@ -232,6 +232,10 @@ class Replica:
         self._steps[leased.version] = (leased.step, leased.manifest_digest)
         self._steps = {v: s for v, s in self._steps.items() if v in leased.kept or v == leased.version}
         return Commit(leased.version, leased.step, pause_s, lane.nbytes)
+
+    def _current(self) -> LiveTensors:
+        self._live = live_tensors(self._target, self._names, is_target=True, former=self._live)
+        return self._live
 
     def _restore(self, live: LiveTensors, cause: BaseException, failed_version: int) -> None:
         """A commit failed half-way: put the former version back from its slot, if this host still has it."""
@@ -272,7 +276,7 @@ class Replica:
 
     def digests(self) -> dict[str, int]:
         """xxh3-64 of every live tensor's bytes in logical order, by name."""
-        live = live_tensors(self._target, self._names, is_target=True)
+        live = self._current()
         return dict(zip((spec.name for spec in live.manifest.tensors), live.digests(), strict=True))
 
     def verify(self) -> list[str]:
@@ -282,7 +286,7 @@ class Replica:
         ChannelError when the version is not on this host any more.
         """
         with self._lock:
-            live = live_tensors(self._target, self._names, is_target=True)
+            live = self._current()
             lane = self._agree(self._steps[self._version][1] if self._version else "", live.manifest)
             places: Sequence[Placement] = lane.placements
             ranges = tuple((place.offset, place.nbytes) for place in places)

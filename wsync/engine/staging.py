@@ -132,7 +132,7 @@ class Staging:
                 self.slots.append(HeldSlot(slot))
 
     async def take(self, version: int, nbytes: int, chunk_nbytes: int, phase: SlotPhase, timeout_s: float) -> HeldSlot:
-        """A slot that now belongs to `version`, empty. Raises ArenaError, TransferTimeout naming who holds the slots."""
+        """A slot that now belongs to `version`, empty. Raises ArenaError, TransferTimeout naming the readers."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         await self.provide(nbytes, chunk_nbytes)
         async with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -17,9 +18,13 @@ PROGRESS_NBYTES = 32 << 20
 
 
 class LiveTensors(Protocol):
-    """The tensors of a trainer or replica as they are now. Made anew for every update: users replace tensors."""
+    """The tensors of a trainer or replica as they are now. Looked at anew for every update: users replace tensors."""
 
     manifest: Manifest
+
+    def is_current(self, source: Any) -> bool:
+        """Whether `source` still has these very tensors, in the same memory and of the same shapes."""
+        ...
 
     def pack(self, slot: Slot, lane: Lane, progress: Callable[[int], None]) -> None:
         """Copy every tensor to its place in the slot, in logical order; `progress` is told the bytes done so far."""
@@ -34,11 +39,17 @@ class LiveTensors(Protocol):
         ...
 
 
-def live_tensors(source: Any, names: Sequence[str] | None, *, is_target: bool) -> LiveTensors:
+def live_tensors(
+    source: Any, names: Sequence[str] | None, *, is_target: bool, former: LiveTensors | None = None
+) -> LiveTensors:
     """The named tensors of a module, of a state dict, or of a mapping of numpy arrays; only `names` if given.
+
+    `former` is what this returned last time: it is returned again if nothing has been replaced since.
 
     Raises ManifestMismatch or ConfigError naming the tensor that cannot take part.
     """
+    if former is not None and former.is_current(source):
+        return former
     wanted = tuple(names) if names is not None else None
     torch = sys.modules.get("torch")
     if torch is not None and (
@@ -73,7 +84,8 @@ class NumpyTensors:
         import numpy as np
 
         self._np = np
-        names = select(list(source), wanted)
+        self._wanted = wanted
+        self._names = names = select(list(source), wanted)
         self._arrays = [source[name] for name in names]
         specs: list[TensorSpec] = []
         seen: dict[tuple[object, ...], str] = {}
@@ -89,6 +101,14 @@ class NumpyTensors:
             first = seen.setdefault(identity, name)
             specs.append(TensorSpec(name, value.dtype.name, tuple(value.shape), "" if first == name else first))
         self.manifest = Manifest(tuple(specs))
+
+    def is_current(self, source: Mapping[str, Any]) -> bool:
+        """The same array objects; numpy arrays do not move."""
+        if self._wanted is None and len(source) != len(self._names):
+            return False
+        found = [source.get(name) for name in self._names]
+        shapes = [spec.shape for spec in self.manifest.tensors]
+        return all(map(operator.is_, found, self._arrays)) and [array.shape for array in self._arrays] == shapes
 
     def _view(self, slot: Slot, index: int, offset: int, nbytes: int) -> Any:
         array = self._arrays[index]

@@ -6,6 +6,7 @@ same memory are tied. Nothing here runs a collective: a tensor that is only a sh
 
 from __future__ import annotations
 
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from wsync.errors import ManifestMismatch
 from wsync.manifest import Lane, Manifest, TensorSpec
 from wsync.memory import Slot
 
-_views: weakref.WeakKeyDictionary[Slot, tuple[tuple[str, Lane], list[torch.Tensor]]] = weakref.WeakKeyDictionary()
+_views: weakref.WeakKeyDictionary[Slot, tuple[tuple[Manifest, Lane], list[torch.Tensor]]] = weakref.WeakKeyDictionary()
 
 
 class TorchTensors:
@@ -29,12 +30,13 @@ class TorchTensors:
         self, source: torch.nn.Module | Mapping[str, Any], wanted: tuple[str, ...] | None, *, is_target: bool
     ) -> None:
         named = source.state_dict(keep_vars=True) if isinstance(source, torch.nn.Module) else source
-        names = select(list(named), wanted)
+        self._wanted = wanted
+        self._names = names = select(list(named), wanted)
+        self._sources = [named[name] for name in names]
         self._tensors: list[torch.Tensor] = []
         specs: list[TensorSpec] = []
         seen: dict[tuple[object, ...], str] = {}
-        for name in names:
-            tensor = named[name]
+        for name, tensor in zip(names, self._sources, strict=True):
             _check(name, tensor, is_target=is_target)
             tensor = tensor.detach()
             self._tensors.append(tensor)
@@ -43,6 +45,17 @@ class TorchTensors:
             first = seen.setdefault(identity, name)
             specs.append(TensorSpec(name, dtype, shape, "" if first == name else first))
         self.manifest = Manifest(tuple(specs))
+        self._identities = [(tensor.data_ptr(), tensor.shape) for tensor in self._sources]
+
+    def is_current(self, source: torch.nn.Module | Mapping[str, Any]) -> bool:
+        """Whether these are still the tensors of `source`: the same objects over the same memory."""
+        named = source.state_dict(keep_vars=True) if isinstance(source, torch.nn.Module) else source
+        if self._wanted is None and len(named) != len(self._names):
+            return False
+        found = [named.get(name) for name in self._names]
+        return all(map(operator.is_, found, self._sources)) and self._identities == [
+            (tensor.data_ptr(), tensor.shape) for tensor in self._sources
+        ]
 
     def pack(self, slot: Slot, lane: Lane, progress: Callable[[int], None]) -> None:
         """Copies in groups of about `PROGRESS_NBYTES`; a large contiguous tensor is copied piece by piece."""
@@ -86,7 +99,7 @@ class TorchTensors:
 
     def _lane_views(self, slot: Slot, lane: Lane) -> list[torch.Tensor]:
         """The slot as tensors of our dtypes and shapes; made once per slot."""
-        wanted = (self.manifest.digest(), lane)
+        wanted = (self.manifest, lane)
         cached = _views.get(slot)
         if cached is not None and cached[0] == wanted:
             return cached[1]
@@ -145,4 +158,4 @@ def _digest(tensor: torch.Tensor) -> int:
     if not tensor.numel():
         return int(xxhash.xxh3_64_intdigest(b""))
     flat = tensor.to("cpu").contiguous().view(-1).view(torch.uint8)
-    return int(xxhash.xxh3_64_intdigest(flat.numpy()))
+    return int(xxhash.xxh3_64_intdigest(flat.numpy().data))
