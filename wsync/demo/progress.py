@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import TextIO
 
 from wsync.demo.records import Check, Record, Span
 
@@ -10,7 +11,8 @@ from wsync.demo.records import Check, Record, Span
 class Progress:
     """Counts what it observes, prints when told to or after ten silent seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
         self._start_s = self._last_s = time.monotonic()
         self._num_tokens = self._num_checks = 0
         self._newest: dict[str, int] = {}
@@ -18,7 +20,7 @@ class Progress:
     def say(self, text: str) -> None:
         """One line, with the time since the start."""
         self._last_s = time.monotonic()
-        print(f"[{self._last_s - self._start_s:6.1f} s] {text}", flush=True)
+        print(f"[{self._last_s - self._start_s:6.1f} s] {text}", file=self._out, flush=True)
 
     def observe(self, records: list[Record]) -> None:
         """Count them."""

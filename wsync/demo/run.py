@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import sys
 import time
 import traceback
@@ -56,9 +58,11 @@ def brief(error: BaseException) -> str:
 
 
 def _run(scenario: Scenario, evidence: Evidence) -> None:
-    progress = Progress()
+    progress = Progress(sys.stdout)
     evidence.loopback_nbytes_per_s = measure_loopback()
-    with private_folder() as folder:
+    # Ray prints what its nodes say about killed processes to the driver's stdout, whatever log_to_driver is.
+    quiet = contextlib.nullcontext() if scenario.is_verbose else contextlib.redirect_stdout(io.StringIO())
+    with quiet, private_folder() as folder:
         from wsync.demo.play import Demo  # ray reads its settings when it is imported
 
         progress.say(f"starting a Ray cluster of {NUM_NODES} nodes on this machine")

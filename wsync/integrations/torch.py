@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import operator
 import warnings
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 
@@ -20,7 +20,7 @@ from wsync.errors import ManifestMismatch
 from wsync.manifest import Lane, Manifest, TensorSpec
 from wsync.memory import Slot
 
-_views: weakref.WeakKeyDictionary[Slot, tuple[tuple[Manifest, Lane], list[torch.Tensor]]] = weakref.WeakKeyDictionary()
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class TorchTensors:
@@ -45,6 +45,7 @@ class TorchTensors:
             first = seen.setdefault(identity, name)
             specs.append(TensorSpec(name, dtype, shape, "" if first == name else first))
         self.manifest = Manifest(tuple(specs))
+        self._raw = [_raw_bytes(tensor) if tensor.numel() else None for tensor in self._tensors]
         self._identities = [(tensor.data_ptr(), tensor.shape) for tensor in self._sources]
 
     def is_current(self, source: torch.nn.Module | Mapping[str, Any]) -> bool:
@@ -58,78 +59,61 @@ class TorchTensors:
         ]
 
     def pack(self, slot: Slot, lane: Lane, progress: Callable[[int], None]) -> None:
-        """Copies in groups of about `PROGRESS_NBYTES`; a large contiguous tensor is copied piece by piece."""
-        into, live, end, said = [], [], 0, 0
-        places = lane.placements
-        with torch.no_grad():
-            for view, tensor, spec, place in zip(
-                self._lane_views(slot, lane), self._tensors, self.manifest.tensors, places, strict=True
-            ):
-                if spec.alias_of or not place.nbytes:
-                    continue
-                for target, source, stop in _pieces(view, tensor, place.offset, place.nbytes):
-                    into.append(target)
-                    live.append(source)
-                    end = stop
-                    if end - said >= PROGRESS_NBYTES:
-                        torch._foreach_copy_(into, live)
-                        into, live, said = [], [], end
-                        progress(end)
-            if into:
-                torch._foreach_copy_(into, live)
-            _finish_device_copies(self._tensors)
+        """Says about every `PROGRESS_NBYTES` how far it is; a large tensor is copied piece by piece for that."""
+        into, said = np.frombuffer(slot.data, np.uint8), 0
+        for index, (spec, place) in enumerate(zip(self.manifest.tensors, lane.placements, strict=True)):
+            if spec.alias_of or not place.nbytes:
+                continue
+            raw, end = self._raw[index], place.offset + place.nbytes
+            if raw is None:
+                _typed(into[place.offset : end], spec).copy_(self._tensors[index])
+            else:
+                while place.nbytes > PROGRESS_NBYTES and end - said > 2 * PROGRESS_NBYTES:
+                    start = max(said, place.offset)
+                    said = start + PROGRESS_NBYTES
+                    np.copyto(into[start:said], raw[start - place.offset : said - place.offset])
+                    progress(said)
+                start = max(said, place.offset)
+                np.copyto(into[start:end], raw[start - place.offset :])
+            if end - said >= PROGRESS_NBYTES:
+                _finish_device_copies(self._tensors)
+                said = end
+                progress(said)
+        _finish_device_copies(self._tensors)
 
     def install(self, slot: Slot, lane: Lane) -> None:
-        pairs = [
-            (tensor, view)
-            for tensor, view, spec in zip(
-                self._tensors, self._lane_views(slot, lane), self.manifest.tensors, strict=True
-            )
-            if not spec.alias_of and tensor.numel()
-        ]
-        # A tensor made under inference mode may only be written under it; others may be written under both.
-        mode = torch.inference_mode() if any(t.is_inference() for t, _ in pairs) else torch.no_grad()
-        with mode:
-            if pairs:
-                torch._foreach_copy_([tensor for tensor, _ in pairs], [view for _, view in pairs])
-            _finish_device_copies(self._tensors)
+        """Byte for byte where the tensor is contiguous on the CPU, else by torch, which keeps the tensor's strides."""
+        source = np.frombuffer(slot.data, np.uint8)
+        for index, (spec, place) in enumerate(zip(self.manifest.tensors, lane.placements, strict=True)):
+            if spec.alias_of or not place.nbytes:
+                continue
+            raw, block = self._raw[index], source[place.offset : place.offset + place.nbytes]
+            if raw is not None:
+                np.copyto(raw, block)
+                continue
+            tensor = self._tensors[index]
+            # A tensor made under inference mode may only be written under it.
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                tensor.copy_(_typed(block, spec))
+        _finish_device_copies(self._tensors)
 
     def digests(self) -> list[int]:
         return [_digest(tensor) for tensor in self._tensors]
 
-    def _lane_views(self, slot: Slot, lane: Lane) -> list[torch.Tensor]:
-        """The slot as tensors of our dtypes and shapes; made once per slot."""
-        wanted = (self.manifest, lane)
-        cached = _views.get(slot)
-        if cached is not None and cached[0] == wanted:
-            return cached[1]
-        if slot.nbytes:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*not writable.*")  # replicas map slots read-only
-                whole = torch.frombuffer(slot.data, dtype=torch.uint8)
-        else:
-            whole = torch.empty(0, dtype=torch.uint8)
-        views = [
-            whole[place.offset : place.offset + place.nbytes].view(tensor.dtype).view(tensor.shape)
-            for tensor, place in zip(self._tensors, lane.placements, strict=True)
-        ]
-        _views[slot] = (wanted, views)
-        return views
+
+def _raw_bytes(tensor: torch.Tensor) -> Bytes | None:
+    """The tensor's own memory as bytes, if that is its logical order. memcpy is faster than torch's typed copy."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    return tensor.view(-1).view(torch.uint8).numpy()
 
 
-def _pieces(
-    view: torch.Tensor, tensor: torch.Tensor, offset: int, nbytes: int
-) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
-    """`(slot part, live part, end offset in the lane)`: one, or several for a large contiguous tensor."""
-    if nbytes <= 2 * PROGRESS_NBYTES or not tensor.is_contiguous():
-        return [(view, tensor, offset + nbytes)]
-    flat_view, flat = view.view(-1), tensor.view(-1)
-    step = PROGRESS_NBYTES // tensor.element_size()
-    starts = range(0, flat.numel(), step)
-    return [
-        (flat_view[i : i + step], flat[i : i + step], offset + min(flat.numel(), i + step) * tensor.element_size())
-        for i in starts
-    ]
+def _typed(block: Bytes, spec: TensorSpec) -> torch.Tensor:
+    """Bytes of a slot as a tensor of that dtype and shape."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*not writable.*")  # replicas map slots read-only
+        flat = torch.from_numpy(block)
+    return flat.view(getattr(torch, spec.dtype)).view(spec.shape)
 
 
 def _check(name: str, tensor: object, *, is_target: bool) -> None:
