@@ -222,16 +222,31 @@ def _unlinked_file(directory: str) -> int:
     return fd
 
 
+def check_room(nbytes: int, chunk_nbytes: int, *, num_slots: int, arena: str = "memory") -> None:
+    """Raise `ArenaError` naming the limit that `num_slots` more slots would break; nothing is reserved."""
+    total = num_slots * _total_nbytes(nbytes, chunk_nbytes)
+    if arena == "memory":
+        _check_memory(total)
+        return
+    try:
+        found = os.statvfs(arena)
+    except OSError as exc:
+        raise ArenaError(f"the arena directory '{arena}' cannot be used: {exc.strerror}") from exc
+    _refuse_beyond(total, found.f_bavail * found.f_frsize, f"the arena directory '{arena}'")
+
+
 def _check_memory(nbytes: int) -> None:
     """Refuse by name before the kernel kills somebody: available memory, and every cgroup limit above this process."""
-    limits = [("available memory (/proc/meminfo)", available_memory())]
-    limits += cgroup_headroom()
-    for name, room in limits:
-        if nbytes > room:
-            raise ArenaError(
-                f"a slot of {nbytes} bytes does not fit into {room} bytes of {name}",
-                hint="raise the limit, use fewer slots, or set arena to a directory on disk",
-            )
+    for name, room in [("available memory (/proc/meminfo)", available_memory()), *cgroup_headroom()]:
+        _refuse_beyond(nbytes, room, name)
+
+
+def _refuse_beyond(nbytes: int, room: int, name: str) -> None:
+    if nbytes > room:
+        raise ArenaError(
+            f"slots of {nbytes} bytes do not fit into {room} bytes of {name}",
+            hint="raise the limit, use fewer slots, or set arena to another directory",
+        )
 
 
 def available_memory(meminfo: str = "/proc/meminfo") -> int:

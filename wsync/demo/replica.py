@@ -129,6 +129,8 @@ class Watch:
     def committed(self, version: int, pause_s: float) -> None:
         """The weights have just been changed to `version`, as the replica says."""
         self.flush()
+        if not self._version:
+            self._last_token_s = time.monotonic()  # serving begins here
         self._version = version
         self._check("commit", version, pause_s)
         self._fingerprint = fingerprint(self._model.state_dict())

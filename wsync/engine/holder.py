@@ -213,10 +213,18 @@ class Holder:
             channel.manifests[digest] = message.manifest
             channel.trainer = member
             member.lane_nbytes = lane_of(message.manifest).nbytes
-            await channel.staging.provide(member.lane_nbytes, self.config.chunk_nbytes)
+            channel.staging.check_room(member.lane_nbytes, self.config.chunk_nbytes)
+            self._services.spawn(self._provide(channel, member.lane_nbytes))
         else:
             channel.replicas.append(member)
         return reply
+
+    async def _provide(self, channel: _Channel, nbytes: int) -> None:
+        """Reserve the slots ahead of the first publish, which would otherwise pay for their page faults."""
+        try:
+            await channel.staging.provide(nbytes, self.config.chunk_nbytes)
+        except WsyncError as exc:  # the publish that needs them says so again, to its caller
+            logger.warning("slots of '%s' cannot be reserved yet: %s", channel.name, exc)
 
     def _detach(self, member: _Member) -> None:
         self._members.discard(member)

@@ -20,7 +20,7 @@ import xxhash
 from wsync.config import Config
 from wsync.engine.protocol import SlotReport
 from wsync.errors import ErrorContext, TransferTimeout
-from wsync.memory import Slot
+from wsync.memory import Slot, check_room
 from wsync.transports.base import Transport
 
 _slot_ids = itertools.count(1)
@@ -122,6 +122,12 @@ class Staging:
         except TimeoutError:
             return False
         return True
+
+    def check_room(self, nbytes: int, chunk_nbytes: int) -> None:
+        """Raise ArenaError at once when the slots that are missing do not fit; reserving them takes seconds."""
+        fitting = [h for h in self.slots if (h.slot.nbytes, h.slot.chunk_nbytes) == (nbytes, chunk_nbytes)]
+        num_missing = max(0, self._config.num_slots - len(fitting))
+        check_room(nbytes, chunk_nbytes, num_slots=num_missing, arena=self._config.arena)
 
     async def provide(self, nbytes: int, chunk_nbytes: int) -> None:
         """Reserve what is missing of this channel's slots now: no update pays for page faults. Raises ArenaError."""
