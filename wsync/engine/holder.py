@@ -32,6 +32,7 @@ from wsync.errors import (
     ConfigError,
     PublishError,
     StaleView,
+    WsyncError,
 )
 from wsync.manifest import Manifest, lane_of
 from wsync.memory import Slot
@@ -234,7 +235,7 @@ class Holder:
             channel.replicas.remove(member)
         if channel.trainer is member:
             channel.trainer = None
-            channel.origin.trainer_left()
+            channel.origin.drop_unpacked("its trainer left while packing")
         for held in member.leases:
             channel.staging.release(held, member.member_id)
         member.leases.clear()

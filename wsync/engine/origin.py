@@ -14,7 +14,7 @@ from wsync.engine import protocol
 from wsync.engine.protocol import SlotReserved
 from wsync.engine.services import HolderServices, digest_chunks
 from wsync.engine.staging import HeldSlot, SlotPhase, Staging
-from wsync.errors import ErrorContext, PublishError, StaleView, TransferTimeout
+from wsync.errors import ErrorContext, StaleView, TransferTimeout
 
 logger = logging.getLogger("wsync")
 
@@ -43,12 +43,7 @@ class Origin:
     ) -> SlotReserved:
         """A slot of `nbytes` for the next version, announced to the coordinator. Version 0: skipped."""
         staging = self._staging
-        if self._packing is not None and not self._packing.is_packed:
-            raise PublishError(
-                f"version {self._packing.held.version} of '{staging.channel}' is still being packed",
-                hint="publish from one thread at a time",
-                context=ErrorContext(channel=staging.channel, version=self._packing.held.version, phase="publish"),
-            )
+        self.drop_unpacked("its trainer gave it up and publishes another")
         deadline = asyncio.get_running_loop().time() + wish.timeout_s
         if staging.is_flying and wish.on_busy == "skip":
             return SlotReserved(0, 0)
@@ -133,13 +128,11 @@ class Origin:
             self._staging.complete(held)
             self._services.tell(protocol.Sealed(self._staging.channel, held.version, tuple(held.slot.digests)))
 
-    def trainer_left(self) -> None:
-        """Its half-packed version goes with it; a packed one stays."""
+    def drop_unpacked(self, reason: str) -> None:
+        """A half-packed version ends, when its trainer has left or publishes anew; a packed one stays."""
         packing = self._packing
         if packing is not None and not packing.is_packed:
-            self._services.tell(
-                protocol.Abandon(self._staging.channel, packing.held.version, "its trainer left while packing")
-            )
+            self._services.tell(protocol.Abandon(self._staging.channel, packing.held.version, reason))
             self.abort(packing.held)
 
     def abort(self, held: HeldSlot) -> None:

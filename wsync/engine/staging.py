@@ -145,9 +145,10 @@ class Staging:
             while True:
                 self._drop_unfit(nbytes, chunk_nbytes)
                 held = self._choose(nbytes, chunk_nbytes)
-                if held is not None:
+                is_late = asyncio.get_running_loop().time() > deadline  # whoever asked has given up
+                if held is not None and not is_late:
                     break
-                if not await self.wait_change(deadline):
+                if is_late or not await self.wait_change(deadline):
                     raise self._nothing_free(version, timeout_s)
             await self._vacate(held)
             held.phase, held.version = phase, version
