@@ -67,6 +67,7 @@ class Demo:
             elif number == scenario.shrink_at:
                 self._progress.say(f"shrinking to {scenario.sizes[2]} replicas")
                 self.fleet.shrink(scenario.sizes[2])
+                self._progress.keep(self.fleet.names)
             self._one_version(self._targets() if number == scenario.kill_at else [])
         self.fleet.shrink(0)
         self._await(self._trainer.close.remote())

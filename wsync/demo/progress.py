@@ -33,6 +33,10 @@ class Progress:
         if time.monotonic() - self._last_s > 10:
             self.say(self.summary())
 
+    def keep(self, names: tuple[str, ...]) -> None:
+        """Only these replicas are there now."""
+        self._newest = {name: version for name, version in self._newest.items() if name in names}
+
     def summary(self) -> str:
         """Which replica runs which version, and how much was done."""
         versions = " ".join(f"{name}:{version}" for name, version in sorted(self._newest.items())) or "none yet"

@@ -67,7 +67,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     digests: dict[str, str]
     publish_pause_s: float
     transfer_s: float
-    """From the return of publish until the version was staged for every replica (for the killed one: without it)."""
+    """From the call of publish until the version was staged for every replica (for the killed one: without it)."""
     nbytes: int
     nbytes_moved: int = 0
     num_hosts: int = 0

@@ -32,11 +32,12 @@ def _row(row: Row) -> str:
 def _footer(report: Report) -> list[str]:
     rate = report.loopback_nbytes_per_s
     return [
-        f"needed = {report.nbytes / 1e6:.1f} MB x receiving hosts: each byte enters a host once.",
+        f"needed = {report.nbytes / 1e6:.1f} MB x receiving hosts: each byte enters a host once. "
+        "moved = without what a killed holder had.",
         f"bound = {report.nbytes / 1e6:.1f} MB / {rate / 1e9:.2f} GB/s, a plain socket over loopback, "
         "measured on the idle machine.",
-        "transfer = end of publish to staged everywhere, while all replicas generate and the trainer trains its next "
-        "step on the same cores.",
+        "transfer = call of publish (bytes leave while it packs) to staged everywhere, while all replicas generate and "
+        "the trainer trains on the same cores; a killed holder's restart included.",
         "commit and gap = longest pause of any replica, and longest time between two tokens but for the digests below.",
     ]
 

@@ -65,6 +65,7 @@ class Trainer:
             self._training.join()
         step, loss = self._step, self._loss
         digests = digest_tensors(self._model.state_dict())
+        start_s = time.monotonic()
         publication = self._publisher.publish(step=step)
         published_s = time.monotonic()
         # The first bytes are on their way since the packing: a kill must come at once to be in time.
@@ -72,7 +73,7 @@ class Trainer:
         self._training = threading.Thread(target=self._train, name="train")
         self._training.start()
         publication.wait_staged(timeout_s=timeout_s, num_replicas=num_replicas)
-        transfer_s = time.monotonic() - published_s
+        transfer_s = time.monotonic() - start_s
         self._last = publication
         snapshot = Snapshot(
             version=publication.version,

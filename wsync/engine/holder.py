@@ -78,7 +78,7 @@ class _Channel:
             manifests=tuple(self.manifests.values()),
             trainer=protocol.TrainerReport(trainer.member_id, trainer.incarnation) if trainer else None,
             replicas=tuple(member.report() for member in self.replicas),
-            slots=tuple(held.report() for held in self.staging.slots if held.phase is not SlotPhase.FREE),
+            slots=tuple(held.report() for held in self.staging.slots if held.is_filled),
         )
 
 

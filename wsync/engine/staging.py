@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -23,6 +24,7 @@ from wsync.errors import ErrorContext, TransferTimeout
 from wsync.memory import Slot, check_room
 from wsync.transports.base import Transport
 
+logger = logging.getLogger("wsync")
 _slot_ids = itertools.count(1)
 WITHDRAW_TIMEOUT_S = 10.0
 
@@ -32,6 +34,11 @@ class SlotPhase(StrEnum):
     PACKING = "packing"
     PULLING = "pulling"
     WHOLE = "whole"
+    VACATING = "vacating"  # the transports let go of it
+    BLOCKED = "blocked"  # a transport could not; tried again before it is reused
+
+
+_FILLED = (SlotPhase.PACKING, SlotPhase.PULLING, SlotPhase.WHOLE)
 
 
 @dataclass(eq=False)
@@ -49,6 +56,11 @@ class HeldSlot:
     """Its transfer to the other hosts has begun and not ended."""
     has_flown: bool = False
     lessees: list[str] = field(default_factory=list)
+
+    @property
+    def is_filled(self) -> bool:
+        """It holds a version, or receives one."""
+        return self.phase in _FILLED
 
     @property
     def is_unsent(self) -> bool:
@@ -90,7 +102,7 @@ class Staging:
         return int(xxhash.xxh3_64_intdigest(f"{self.channel}\0{manifest_digest}".encode()))
 
     def find(self, version: int) -> HeldSlot | None:
-        return next((h for h in self.slots if h.version == version and h.phase is not SlotPhase.FREE), None)
+        return next((h for h in self.slots if h.version == version and h.is_filled), None)
 
     def whole_versions(self) -> list[int]:
         return sorted(h.version for h in self.slots if h.phase is SlotPhase.WHOLE)
@@ -132,7 +144,7 @@ class Staging:
     async def provide(self, nbytes: int, chunk_nbytes: int) -> None:
         """Reserve what is missing of this channel's slots now: no update pays for page faults. Raises ArenaError."""
         async with self._lock:
-            self._drop_unfit(nbytes, chunk_nbytes)
+            await self._drop_unfit(nbytes, chunk_nbytes)
             while len(self.slots) < self._config.num_slots:
                 slot = await asyncio.to_thread(Slot.reserve, nbytes, chunk_nbytes, arena=self._config.arena)
                 self.slots.append(HeldSlot(slot))
@@ -143,7 +155,7 @@ class Staging:
         await self.provide(nbytes, chunk_nbytes)
         async with self._lock:
             while True:
-                self._drop_unfit(nbytes, chunk_nbytes)
+                await self._drop_unfit(nbytes, chunk_nbytes)
                 held = self._choose(nbytes, chunk_nbytes)
                 is_late = asyncio.get_running_loop().time() > deadline  # whoever asked has given up
                 if held is not None and not is_late:
@@ -161,36 +173,37 @@ class Staging:
             held
             for held in self.slots
             if (held.slot.nbytes, held.slot.chunk_nbytes) == (nbytes, chunk_nbytes)
-            and not held.lessees
-            and not held.is_flying
-            and held.phase in (SlotPhase.FREE, SlotPhase.WHOLE)
+            and self._is_idle(held)
             and (held is not newest or held.is_unsent)
         ]
         return min(candidates, key=lambda h: (h.phase is not SlotPhase.FREE, h.version), default=None)
 
-    def _drop_unfit(self, nbytes: int, chunk_nbytes: int) -> None:
+    async def _drop_unfit(self, nbytes: int, chunk_nbytes: int) -> None:
         """The channel's manifest has changed: slots of another size go as soon as nobody needs them."""
         newest = self.newest(0, 0)
         for held in list(self.slots):
             fits = (held.slot.nbytes, held.slot.chunk_nbytes) == (nbytes, chunk_nbytes)
-            is_idle = not held.lessees and held.phase in (SlotPhase.FREE, SlotPhase.WHOLE) and not held.is_flying
-            if not fits and is_idle and (held is not newest or held.phase is SlotPhase.FREE):
-                self._close(held)
+            if not fits and self._is_idle(held) and held is not newest:
+                await self._vacate(held)
+                self.slots.remove(held)
+                held.slot.close()
 
-    def _close(self, held: HeldSlot) -> None:
-        if held.phase is not SlotPhase.FREE:
-            for transport in self._transports:
-                transport.withdraw(self.key(held.version), WITHDRAW_TIMEOUT_S)
-        self.slots.remove(held)
-        held.slot.close()
+    def _is_idle(self, held: HeldSlot) -> bool:
+        is_at_rest = held.phase in (SlotPhase.FREE, SlotPhase.WHOLE, SlotPhase.BLOCKED)
+        return is_at_rest and not held.lessees and not held.is_flying
 
     async def _vacate(self, held: HeldSlot) -> None:
+        """After this nobody reads the slot. Raises TransferTimeout naming the readers that do not let go."""
         if held.phase is SlotPhase.FREE:
             return
-        key = self.key(held.version)
+        held.phase = SlotPhase.VACATING
+        try:
+            for transport in self._transports:
+                await asyncio.to_thread(transport.withdraw, self.key(held.version), WITHDRAW_TIMEOUT_S)
+        except BaseException:
+            held.phase = SlotPhase.BLOCKED
+            raise
         held.phase = SlotPhase.FREE
-        for transport in self._transports:
-            await asyncio.to_thread(transport.withdraw, key, WITHDRAW_TIMEOUT_S)
 
     def _nothing_free(self, version: int, timeout_s: float) -> TransferTimeout:
         readers = tuple(sorted({name for held in self.slots for name in held.lessees}))
@@ -224,9 +237,13 @@ class Staging:
 
     async def discard(self, held: HeldSlot) -> None:
         """Drop what is in the slot; a version that somebody is installing stays."""
-        if not held.lessees:
-            held.is_flying = False
+        if held.lessees:
+            return
+        held.is_flying = False
+        try:
             await self._vacate(held)
+        except TransferTimeout as exc:
+            logger.warning("version %d of '%s': %s", held.version, self.channel, exc)
         self.wake()
 
     def adopt(self, slot: Slot, step: int, manifest_digest: str) -> HeldSlot:
