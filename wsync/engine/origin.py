@@ -144,9 +144,9 @@ class Origin:
                 self._packing.is_dropped = True
                 self._packing.grown.set()
                 self._packing = None
-        self._services.spawn(self._discard(held, digesting))
+        self._services.spawn(self._discard(held, held.version, digesting))
 
-    async def _discard(self, held: HeldSlot, digesting: asyncio.Task[None] | None) -> None:
+    async def _discard(self, held: HeldSlot, version: int, digesting: asyncio.Task[None] | None) -> None:
         if digesting is not None:  # it still writes digests into the slot
             await asyncio.wait([digesting])
-        await self._staging.discard(held)
+        await self._staging.discard(held, version)

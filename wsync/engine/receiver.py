@@ -125,5 +125,5 @@ class Receiver:
                 del self._pulls[order.version]
 
     async def _give_up(self, version: int, held: HeldSlot | None) -> None:
-        if held is not None and held.version == version and held.phase is SlotPhase.PULLING:
-            await self._staging.discard(held)
+        if held is not None and held.phase is SlotPhase.PULLING:
+            await self._staging.discard(held, version)

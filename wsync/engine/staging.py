@@ -235,9 +235,9 @@ class Staging:
         held.phase = SlotPhase.WHOLE
         self.wake()
 
-    async def discard(self, held: HeldSlot) -> None:
-        """Drop what is in the slot; a version that somebody is installing stays."""
-        if held.lessees:
+    async def discard(self, held: HeldSlot, version: int) -> None:
+        """Drop the version if it is still in the slot and nobody installs it."""
+        if held.lessees or held.version != version or not held.is_filled:
             return
         held.is_flying = False
         try:
