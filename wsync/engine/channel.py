@@ -133,6 +133,7 @@ class Channel:
         if former is not None and former.incarnation == report.incarnation:
             entry.pauses, entry.errors = former.pauses, former.errors
         self.replicas[report.member_id] = entry
+        self.highest = max(self.highest, report.committed_version)
 
     def member_gone(self, member_id: str, incarnation: str) -> None:
         """A message about a former incarnation changes nothing."""

@@ -58,7 +58,7 @@ class JobCoordinator:
 
     async def wait_unused(self) -> None:
         """Return when no other host's holder needs the coordinator that we carry."""
-        while self.carried is not None and self.carried.num_holders > 1:
+        while self.carried is not None and self.carried.num_holders:
             await asyncio.sleep(0.25)
 
 

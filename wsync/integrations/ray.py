@@ -105,6 +105,9 @@ class _CoordinatorActor:
         host, port = self._coordinator.address
         return msgspec.msgpack.encode(CoordinatorPlace(host, port, self._token, _node_ip()))
 
+    def pid(self) -> int:
+        return os.getpid()
+
     def holders(self) -> list[tuple[str, int]]:
         return [(record.host, record.pid) for record in self._coordinator.view.holders]
 
@@ -157,12 +160,17 @@ def find_holder(config: Config, timeout_s: float) -> HolderAddress:
 
 def holders(config: Config | None = None) -> list[HolderPlace]:
     """All holders of the job. Raises ConnectError when the job has no coordinator."""
-    name = f"wsync-coordinator-{_job_name(config or Config.from_env())}"
+    name = coordinator_name(config)
     try:
         actor = ray.get_actor(name, namespace=NAMESPACE)
         return [HolderPlace(node_id, pid) for node_id, pid in _get(actor.holders.remote(), time.monotonic() + 30.0)]
     except (RayActorError, GetTimeoutError, ValueError) as exc:
         raise ConnectError(f"there is no coordinator {name}", hint="create a Publisher or Replica first") from exc
+
+
+def coordinator_name(config: Config | None = None) -> str:
+    """Name of the job's coordinator actor, in the namespace `NAMESPACE`."""
+    return f"wsync-coordinator-{_job_name(config or Config.from_env())}"
 
 
 def actor_id() -> str:
