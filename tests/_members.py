@@ -143,6 +143,9 @@ class Child:
     def publish_fast(self, seeds: Sequence[int]) -> list[int]:
         return [self.publish(seed, seed) for seed in seeds]
 
+    def versions(self) -> list[int]:
+        return sorted(self.publications)
+
     def status(self, version: int) -> Any:
         return self.publications[version].status()
 
@@ -476,7 +479,7 @@ class Job:
 def _state(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return "X"
 
 

@@ -13,7 +13,7 @@ MODELS = ("smollm2", "qwen3-0.6b")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `wsync demo`. `main` expects the namespace that this parser returns."""
     parser.add_argument(
-        "--model", choices=MODELS, default="smollm2", help="real SmolLM2-135M, or random Qwen3 (1.2 GB, needs 16 GB)"
+        "--model", choices=MODELS, default="smollm2", help="real SmolLM2-135M, or random Qwen3 (1.2 GB, needs 18 GB)"
     )
     parser.add_argument("--tiny", action="store_true", help="a random Llama of a few MB instead, for a quick look")
     parser.add_argument("--versions", type=int, default=None, help="how many to publish (8; with --tiny 4)")

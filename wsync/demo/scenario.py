@@ -56,8 +56,10 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def needed_nbytes(self) -> int:
         """Memory at the peak: weights and gradients, every replica, two slots on every host, and the processes."""
+        spec = SPECS[self.model]
         num_copies = 2 + max(self.sizes) + 2 * NUM_NODES
-        return num_copies * SPECS[self.model].nbytes + (max(self.sizes) + NUM_NODES + 1) * PROCESS_NBYTES
+        one_step = 3 * 4 * spec.vocab_size * spec.hidden_size  # three float32 copies of the largest tensor
+        return num_copies * spec.nbytes + one_step + (max(self.sizes) + NUM_NODES + 1) * PROCESS_NBYTES
 
 
 def make_scenario(args: argparse.Namespace) -> Scenario:

@@ -14,6 +14,7 @@ import time
 import msgspec
 import torch
 from torch import nn
+from torch.linalg import vector_norm
 
 import wsync
 from wsync.demo.check import digest_tensors
@@ -133,9 +134,9 @@ def train_step(model: nn.Module, batch: torch.Tensor) -> float:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.grad is not None:
-                gradient, weight = parameter.grad.float(), parameter.float()
-                scale = STEP_SIZE * weight.norm() / gradient.norm().clamp_min(1e-12)
-                parameter.copy_(_round_to_bf16(weight - scale * gradient))
+                length, slope = (vector_norm(t, dtype=torch.float32) for t in (parameter, parameter.grad))
+                scale = STEP_SIZE * length / slope.clamp_min(1e-12)
+                parameter.copy_(_round_to_bf16(parameter.grad.float().mul_(-scale).add_(parameter)))
     model.zero_grad(set_to_none=True)
     model.eval()
     return float(loss.detach())
@@ -144,4 +145,4 @@ def train_step(model: nn.Module, batch: torch.Tensor) -> float:
 def _round_to_bf16(values: torch.Tensor) -> torch.Tensor:
     """float32 values that bf16 can hold: one of the two neighbours of each, the nearer one more often."""
     noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32)
-    return ((values.view(torch.int32) + noise) & ~0xFFFF).view(torch.float32)
+    return noise.add_(values.view(torch.int32)).bitwise_and_(~0xFFFF).view(torch.float32)

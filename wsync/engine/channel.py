@@ -210,11 +210,13 @@ class Channel:
         if version is not None and holder_id in version.holders:
             version.holders[holder_id].ready = ready
 
-    def adopted(self, holder_id: str, report: SlotReport) -> None:
+    def adopted(self, holder_id: str, report: SlotReport, manifest: Manifest) -> None:
         """A restarted holder has a whole slot again, unless it disagrees with what is known of the version."""
         known = self.versions.get(report.version)
         if known is not None and known.is_sealed and known.digests != report.digests:
             return
+        self.manifests.setdefault(report.manifest_digest, manifest)
+        self.manifest_digest = self.manifest_digest or report.manifest_digest
         self._restore_slot(holder_id, report)
 
     # --- holders

@@ -185,8 +185,8 @@ class Coordinator:
             case protocol.Staged(name, version, nbytes_received, transfer_s):
                 channel.staged(holder_id, version, nbytes_received, transfer_s)
                 self.events.emit(Staged(name, version, holder_id, nbytes_received, transfer_s))
-            case protocol.Adopted(_, slot):
-                channel.adopted(holder_id, slot)
+            case protocol.Adopted(_, slot, manifest):
+                channel.adopted(holder_id, slot, manifest)
             case protocol.PullFailed(_, version, error):
                 channel.pull_failed(holder_id, version, error)
                 logger.warning(

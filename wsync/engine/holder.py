@@ -342,7 +342,8 @@ class Holder:
         slot = Slot.attach(fd, is_writable=True)
         channel = self._channel(message.channel)
         staging = channel.staging
-        is_ours = slot.is_sealed and slot.channel_key == staging.channel_key(message.manifest_digest)
+        digest = message.manifest.digest()
+        is_ours = slot.is_sealed and slot.channel_key == staging.channel_key(digest)
         if not is_ours or staging.find(slot.version) or len(staging.slots) >= self.config.num_slots:
             slot.close()
             return Done()
@@ -350,9 +351,11 @@ class Holder:
         if not is_right or staging.find(slot.version) or len(staging.slots) >= self.config.num_slots:
             slot.close()
             return Done()
-        held = staging.adopt(slot, message.step, message.manifest_digest)
+        if digest not in channel.manifests:
+            channel.manifests = {digest: message.manifest, **channel.manifests}  # the trainer's stays the last
+        held = staging.adopt(slot, message.step, digest)
         staging.highest = max(staging.highest, slot.version)
-        self._upstream.tell(protocol.Adopted(channel.name, held.report()))
+        self._upstream.tell(protocol.Adopted(channel.name, held.report(), message.manifest))
         logger.info("adopted version %d of '%s' from a former holder", slot.version, channel.name)
         return Done()
 

@@ -146,7 +146,7 @@ class HandBack(Message, frozen=True):
 
     channel: str
     step: int
-    manifest_digest: str
+    manifest: Manifest
 
 
 # --- member or holder -> coordinator (holders pass it on)
@@ -280,10 +280,11 @@ class Staged(Message, frozen=True):
 
 
 class Adopted(Message, frozen=True):
-    """A holder has taken over a whole slot of its predecessor."""
+    """A holder has taken over a whole slot of its predecessor. Nobody else may know its manifest any more."""
 
     channel: str
     slot: SlotReport
+    manifest: Manifest
 
 
 class PullFailed(Message, frozen=True):

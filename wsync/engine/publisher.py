@@ -90,7 +90,7 @@ class Publisher:
     def _hand_back(self, slot: Slot) -> Message | None:
         if slot.version not in self._steps:
             return None
-        return protocol.HandBack(self.channel, self._steps[slot.version], self._manifest.digest())
+        return protocol.HandBack(self.channel, self._steps[slot.version], self._manifest)
 
     @property
     def last_version(self) -> int:

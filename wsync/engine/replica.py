@@ -110,7 +110,8 @@ class Replica:
         if slot.version not in self._steps:
             return None
         step, manifest_digest = self._steps[slot.version]
-        return protocol.HandBack(self.channel, step, manifest_digest)
+        manifest = self._manifests.get(manifest_digest)
+        return protocol.HandBack(self.channel, step, manifest) if manifest is not None else None
 
     @property
     def version(self) -> int:

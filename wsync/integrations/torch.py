@@ -21,6 +21,8 @@ from wsync.manifest import Lane, Manifest, TensorSpec
 from wsync.memory import Slot
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+_Move = tuple[int, Bytes | None, int, int]
+"""Number of the tensor, its memory if it can be copied as bytes, and where it begins and ends in the lane."""
 
 
 class TorchTensors:
@@ -46,7 +48,9 @@ class TorchTensors:
             specs.append(TensorSpec(name, dtype, shape, "" if first == name else first))
         self.manifest = Manifest(tuple(specs))
         self._raw = [_raw_bytes(tensor) if tensor.numel() else None for tensor in self._tensors]
-        self._identities = [(tensor.data_ptr(), tensor.shape) for tensor in self._sources]
+        self._identities = [_identity(tensor) for tensor in self._sources]
+        self._devices = {tensor.device for tensor in self._tensors if tensor.device.type != "cpu"}
+        self._moves: tuple[Lane | None, list[_Move]] = (None, [])
 
     def is_current(self, source: torch.nn.Module | Mapping[str, Any]) -> bool:
         """Whether these are still the tensors of `source`: the same objects over the same memory."""
@@ -54,51 +58,67 @@ class TorchTensors:
         if self._wanted is None and len(named) != len(self._names):
             return False
         found = [named.get(name) for name in self._names]
-        return all(map(operator.is_, found, self._sources)) and self._identities == [
-            (tensor.data_ptr(), tensor.shape) for tensor in self._sources
-        ]
+        if not all(map(operator.is_, found, self._sources)):
+            return False
+        return self._identities == [_identity(tensor) for tensor in self._sources]
 
     def pack(self, slot: Slot, lane: Lane, progress: Callable[[int], None]) -> None:
         """Says about every `PROGRESS_NBYTES` how far it is; a large tensor is copied piece by piece for that."""
         into, said = np.frombuffer(slot.data, np.uint8), 0
-        for index, (spec, place) in enumerate(zip(self.manifest.tensors, lane.placements, strict=True)):
-            if spec.alias_of or not place.nbytes:
-                continue
-            raw, end = self._raw[index], place.offset + place.nbytes
+        for index, raw, offset, end in self._moves_of(lane):
             if raw is None:
-                _typed(into[place.offset : end], spec).copy_(self._tensors[index])
+                _typed(into[offset:end], self.manifest.tensors[index]).copy_(self._tensors[index])
+            elif end - offset <= PROGRESS_NBYTES:
+                np.copyto(into[offset:end], raw)
             else:
-                while place.nbytes > PROGRESS_NBYTES and end - said > 2 * PROGRESS_NBYTES:
-                    start = max(said, place.offset)
-                    said = start + PROGRESS_NBYTES
-                    np.copyto(into[start:said], raw[start - place.offset : said - place.offset])
-                    progress(said)
-                start = max(said, place.offset)
-                np.copyto(into[start:end], raw[start - place.offset :])
-            if end - said >= PROGRESS_NBYTES:
-                _finish_device_copies(self._tensors)
+                for start in range(offset, end, PROGRESS_NBYTES):
+                    stop = min(end, start + PROGRESS_NBYTES)
+                    np.copyto(into[start:stop], raw[start - offset : stop - offset])
+                    if not self._devices:
+                        progress(stop)
                 said = end
-                progress(said)
-        _finish_device_copies(self._tensors)
+            if end - said >= PROGRESS_NBYTES and not self._devices:
+                said = end
+                progress(end)
+        self._finish_device_copies()
 
     def install(self, slot: Slot, lane: Lane) -> None:
         """Byte for byte where the tensor is contiguous on the CPU, else by torch, which keeps the tensor's strides."""
         source = np.frombuffer(slot.data, np.uint8)
-        for index, (spec, place) in enumerate(zip(self.manifest.tensors, lane.placements, strict=True)):
-            if spec.alias_of or not place.nbytes:
-                continue
-            raw, block = self._raw[index], source[place.offset : place.offset + place.nbytes]
+        for index, raw, offset, end in self._moves_of(lane):
             if raw is not None:
-                np.copyto(raw, block)
+                np.copyto(raw, source[offset:end])
                 continue
             tensor = self._tensors[index]
             # A tensor made under inference mode may only be written under it.
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-                tensor.copy_(_typed(block, spec))
-        _finish_device_copies(self._tensors)
+                tensor.copy_(_typed(source[offset:end], self.manifest.tensors[index]))
+        self._finish_device_copies()
+
+    def _moves_of(self, lane: Lane) -> list[_Move]:
+        """Everything to copy for a lane; the same list for the same lane."""
+        if self._moves[0] is not lane:
+            pairs = zip(self.manifest.tensors, lane.placements, strict=True)
+            moves = [
+                (index, self._raw[index], place.offset, place.offset + place.nbytes)
+                for index, (spec, place) in enumerate(pairs)
+                if place.nbytes and not spec.alias_of
+            ]
+            self._moves = (lane, moves)
+        return self._moves[1]
+
+    def _finish_device_copies(self) -> None:
+        """Copies between host and device may be asynchronous; after this the slot, or the tensors, have all bytes."""
+        for device in self._devices:
+            torch.accelerator.synchronize(device)
 
     def digests(self) -> list[int]:
         return [_digest(tensor) for tensor in self._tensors]
+
+
+def _identity(tensor: torch.Tensor) -> tuple[int, int, bool]:
+    """Changes when the tensor's data is replaced, resized or transposed; cheap, since it is asked at every update."""
+    return tensor.data_ptr(), tensor.numel(), tensor.is_contiguous()
 
 
 def _raw_bytes(tensor: torch.Tensor) -> Bytes | None:
@@ -130,12 +150,6 @@ def _check(name: str, tensor: object, *, is_target: bool) -> None:
         raise ManifestMismatch(f"'{name}' is sparse or quantized ({tensor.layout})", hint="publish its parts by name")
     if is_target and tensor.numel() > 1 and torch._debug_has_internal_overlap(tensor) == 1:
         raise ManifestMismatch(f"'{name}' is expanded: several of its elements share memory", hint="clone it")
-
-
-def _finish_device_copies(tensors: list[torch.Tensor]) -> None:
-    """Copies between host and device may be asynchronous; after this the slot, or the tensors, have all bytes."""
-    for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
-        torch.accelerator.synchronize(device)
 
 
 def _digest(tensor: torch.Tensor) -> int:
