@@ -64,7 +64,7 @@ class Memcpy:
 class UnavoidableCopies:
     """The copies that a broadcast over shared memory cannot do without, in as many processes as it has.
 
-    One process packs its tensors into a mapped memfd (`torch._foreach_copy_`); when the pack has ended, every
+    One process packs its tensors into a mapped memfd (one memcpy per tensor); when the pack has ended, every
     replica's process copies from its mapping into its tensors, all at once. Seconds from the start of the pack
     to the end of the last copy. All memory is warm.
     """
@@ -115,16 +115,21 @@ class _Mapped(Weights):
         mapping = mmap.mmap(fd, self.nbytes)
         os.close(fd)
         mapping.madvise(_MADV_POPULATE_WRITE)
-        arena = torch.frombuffer(mapping, dtype=torch.uint8)
-        self.live = list(self.tensors.values())
-        self.packed: list[torch.Tensor] = []
+        arena = np.frombuffer(mapping, dtype=np.uint8)
+        self.live = self.bytes()
+        self.packed: list[np.ndarray] = []
         offset = 0
-        for tensor in self.live:
-            self.packed.append(arena[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-            offset += tensor.nbytes
+        for array in self.live:
+            self.packed.append(arena[offset : offset + array.nbytes])
+            offset += array.nbytes
 
     def ready(self) -> None:
         """Return when the process has mapped everything."""
+
+
+def _copy(targets: list[np.ndarray], sources: list[np.ndarray]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        np.copyto(target, source)
 
 
 class _Packer(_Mapped):
@@ -134,7 +139,7 @@ class _Packer(_Mapped):
 
     def pack(self) -> float:
         started = time.monotonic()
-        torch._foreach_copy_(self.packed, self.live)
+        _copy(self.packed, self.live)
         for signal in self._signals:
             signal.send_bytes(b"go")
         return started
@@ -147,7 +152,7 @@ class _Committer(_Mapped):
 
     def commit(self) -> float:
         self._signal.recv_bytes()
-        torch._foreach_copy_(self.live, self.packed)
+        _copy(self.live, self.packed)
         return time.monotonic()
 
 
