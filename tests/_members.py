@@ -276,7 +276,7 @@ def run_nursery(sock: socket.socket, has_torch: bool) -> None:
     import pytest  # noqa: F401  test modules need it
 
     import wsync.engine.publisher
-    import wsync.engine.replica  # noqa: F401
+    import wsync.engine.replica
 
     if has_torch:
         import wsync.integrations.torch  # noqa: F401
@@ -369,7 +369,7 @@ class Member:
 
 
 class Job:
-    """One job: its members, its runtime folder and whatever holders its members start. `close` proves that all ended."""
+    """One job: its members, its runtime folder and the holders that they start. `close` proves that all ended."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="wst-"))

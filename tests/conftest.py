@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 from _members import Job, Nursery
+
+# The same examples on every run, and no judgement of how fast a busy machine is.
+hypothesis.settings.register_profile("wsync", deadline=None, derandomize=True, database=None, max_examples=60)
+hypothesis.settings.load_profile("wsync")
 
 
 @pytest.fixture

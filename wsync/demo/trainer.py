@@ -21,10 +21,13 @@ from wsync.demo.check import digest_tensors
 from wsync.demo.models import initial_model
 from wsync.demo.records import Kill, Snapshot
 from wsync.demo.text import LESSON, PROMPTS, make_tokenizer
-from wsync.status import HolderPhase, VersionStatus
+from wsync.status import HolderPhase, ReplicaPhase, VersionStatus
 
 CHANNEL = "demo"
-STEP_SIZE = 5e-4
+STEP_SIZE = 4e-4
+"""Part of a tensor's norm by which one step changes it."""
+VECTOR_STEP_SIZE = 2e-3
+"""The same for vectors: of a norm's 64 numbers, the smaller step could by chance change none."""
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -110,16 +113,24 @@ class Trainer:
         chosen = (relaying or targets)[0]
         os.kill(chosen.holder_pid, signal.SIGKILL)
         os.kill(chosen.replica_pid, signal.SIGKILL)
-        phases = {holder.host: holder.phase for holder in status.holders}
+        after_s = time.monotonic() - published_s
         return Kill(
             version=publication.version,
             host=chosen.host,
             holder_pid=chosen.holder_pid,
             replica_pid=chosen.replica_pid,
-            after_s=time.monotonic() - published_s,
+            after_s=after_s,
             was_relaying=bool(relaying),
-            was_whole=phases.get(chosen.host) == HolderPhase.WHOLE,
+            was_whole=_is_whole(status, chosen.host) or _is_whole(publication.status(), chosen.host),
         )
+
+
+def _is_whole(status: VersionStatus, host: str) -> bool:
+    """The host has, or had, all of the version: its holder says so, or a replica there could commit it."""
+    there = {ReplicaPhase.STAGED, ReplicaPhase.COMMITTED}
+    return any(holder.host == host and holder.phase == HolderPhase.WHOLE for holder in status.holders) or any(
+        replica.host == host and replica.phase in there for replica in status.replicas
+    )
 
 
 def train_step(model: nn.Module, batch: torch.Tensor) -> float:
@@ -135,7 +146,8 @@ def train_step(model: nn.Module, batch: torch.Tensor) -> float:
         for parameter in model.parameters():
             if parameter.grad is not None:
                 length, slope = (vector_norm(t, dtype=torch.float32) for t in (parameter, parameter.grad))
-                scale = STEP_SIZE * length / slope.clamp_min(1e-12)
+                step_size = STEP_SIZE if parameter.dim() > 1 else VECTOR_STEP_SIZE
+                scale = step_size * length / slope.clamp_min(1e-12)
                 parameter.copy_(_round_to_bf16(parameter.grad.float().mul_(-scale).add_(parameter)))
     model.zero_grad(set_to_none=True)
     model.eval()

@@ -239,7 +239,8 @@ class Channel:
         if version is None:
             version = _Version(report.step, report.nbytes, report.chunk_nbytes, report.manifest_digest)
             self.versions[report.version] = version
-        if version.is_over:
+        if version.is_over:  # it was given up while this holder was away: nobody may serve it
+            self._orders.append((holder_id, Abort(self.name, report.version, version.error)))
             return
         self.highest = max(self.highest, report.version)
         if report.is_origin:

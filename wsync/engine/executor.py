@@ -100,7 +100,7 @@ class LanePull:
         self._todo: deque[int] = deque(range(slot.num_chunks))
         self._num_open = slot.num_chunks
         self._came_from: dict[int, str] = {}
-        self._distrusted: dict[int, set[str]] = {}
+        self._distrusted: dict[int, list[str]] = {}
         self._digests: asyncio.Future[Sequence[int]] = asyncio.get_running_loop().create_future()
         self._changed = asyncio.Event()
         self._last_progress = time.monotonic()
@@ -152,14 +152,14 @@ class LanePull:
         ]
 
     def _distrust(self, chunk: int) -> None:
-        bad = self._distrusted.setdefault(chunk, set())
+        bad = self._distrusted.setdefault(chunk, [])
         source = self._came_from[chunk]
-        bad.add(source)
+        bad.append(source)
         self._on_hop_failed(source, f"chunk {chunk} does not have the digest of its origin")
         if len(bad) > MAX_REFETCHES:
             raise ChecksumError(
                 f"chunk {chunk} of {self._key} is wrong from every source",
-                context=ErrorContext(phase="verify", peers=tuple(sorted(bad))),
+                context=ErrorContext(phase="verify", peers=tuple(sorted(set(bad)))),
             )
         self._slot.unmark_ready(chunk)
 
@@ -204,7 +204,7 @@ class LanePull:
         """The first source that is not cooling down; waits for one."""
         while True:
             now = time.monotonic()
-            distrusted = self._distrusted.get(chunk, set())
+            distrusted = self._distrusted.get(chunk, [])
             trusted = [s for s in self._sources if s.holder_id not in distrusted] or list(self._sources)
             for source in trusted:
                 if self._cooling.get(source.holder_id, 0.0) <= now:

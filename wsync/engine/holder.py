@@ -94,6 +94,7 @@ class Holder:
         self._token = token
         self._channels: dict[str, _Channel] = {}
         self._members: set[_Member] = set()
+        self._num_joining = 0
         self._transports: dict[str, Transport] = {}
         self._upstream = Upstream(config, token, resolve, self._hello, self._handle_order)
         self._services = HolderServices(config, self._upstream.tell)
@@ -132,7 +133,7 @@ class Holder:
                 channel.staging.close()
 
     async def _wait_alone(self) -> None:
-        while self._members or time.monotonic() - self._last_left < self.config.linger_s:
+        while self._members or self._num_joining or time.monotonic() - self._last_left < self.config.linger_s:
             await asyncio.sleep(min(0.25, max(0.01, self.config.linger_s / 4)))
 
     def _hello(self) -> protocol.HolderHello:
@@ -168,7 +169,11 @@ class Holder:
             if isinstance(message, protocol.AttachTrainer | protocol.AttachReplica):
                 if member:
                     raise StaleView("this connection is attached already")
-                attached, reply = await self._attach(wire, message)
+                self._num_joining += 1
+                try:
+                    attached, reply = await self._attach(wire, message)
+                finally:
+                    self._num_joining -= 1
                 member.append(attached)
                 return reply
             if not member:

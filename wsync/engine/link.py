@@ -26,6 +26,8 @@ from wsync.errors import AuthError, ConnectError, ErrorContext, PeerLost, Transf
 from wsync.memory import Slot
 
 PURPOSE = "member"
+GRACE_S = 5.0
+"""The holder answers by a request's deadline; one that has not answered so much later hangs."""
 _RECV_NBYTES = 1 << 18
 _ANCILLARY_NBYTES = socket.CMSG_SPACE(protocol.MAX_DESCRIPTORS * array.array("i").itemsize)
 
@@ -204,7 +206,7 @@ class Link:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise ConnectError(
-                        f"no holder on this host within the deadline: {exc.problem}", hint=exc.hint, context=exc.context
+                        f"could not join within the deadline: {exc.problem}", hint=exc.hint, context=exc.context
                     ) from exc
                 time.sleep(min(pause_s, left))
                 pause_s = min(2 * pause_s, 0.25)
@@ -216,7 +218,7 @@ class Link:
         try:
             if former is not None:
                 self._return_slots(connection, former)
-            reply = self._ask(connection, self._attach(), deadline)
+            reply = self._ask(connection, self._attach(), deadline + GRACE_S)  # the holder knows why it takes long
         except BaseException:
             connection.close()
             raise
@@ -246,7 +248,7 @@ class Link:
             raise reply.error.build()
         return reply
 
-    def ask(self, message: Message, *, timeout_s: float, grace_s: float = 5.0) -> Message:
+    def ask(self, message: Message, *, timeout_s: float, grace_s: float = GRACE_S) -> Message:
         """One request and its reply. Raises PeerLost when the holder dies meanwhile; the caller knows what to repeat.
 
         The holder answers within `timeout_s`; `grace_s` more is the deadline for a holder that hangs.

@@ -33,7 +33,7 @@ OnBusy = Literal["wait", "skip", "supersede"]
 WaitPhase = Literal["staged", "committed"]
 
 
-class Message(msgspec.Struct, frozen=True, tag=True):
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Base of all messages."""
 
 
