@@ -44,7 +44,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """A holder or coordinator without members leaves after so long."""
 
     def __post_init__(self) -> None:
-        if not self.job or "/" in self.job:
+        if self.job in ("", ".", "..") or "/" in self.job:
             raise ConfigError(f"job must be a non-empty name without '/', not {self.job!r}")
         if self.chunk_nbytes < 4096 or self.chunk_nbytes % 4096:
             raise ConfigError(f"chunk_nbytes must be a positive multiple of 4096, not {self.chunk_nbytes}")

@@ -92,5 +92,5 @@ def test_unknown_messages_fields_and_types_are_refused(body: object) -> None:
 
 
 def test_deep_nesting_is_refused() -> None:
-    with pytest.raises((msgspec.DecodeError, RecursionError)):
+    with pytest.raises(msgspec.DecodeError):
         decode_payload(b"\x93\x01\xc2" + b"\x91" * 100_000)

@@ -26,6 +26,7 @@ from wsync.engine.protocol import (
     Committed,
     Flight,
     Message,
+    Prepare,
     Pull,
     ReplicaReport,
     Seal,
@@ -33,7 +34,7 @@ from wsync.engine.protocol import (
     TrainerReport,
 )
 from wsync.errors import ChannelError, ErrorContext, StaleView
-from wsync.manifest import Manifest
+from wsync.manifest import Manifest, lane_of
 from wsync.plan import Plan
 from wsync.status import HolderPhase, HolderStatus, ReplicaPhase, ReplicaStatus, VersionPhase, VersionStatus
 
@@ -126,6 +127,8 @@ class Channel:
         self.manifest_digest = manifest.digest()
         self.manifests[self.manifest_digest] = manifest
         self.highest = max(self.highest, last_version)
+        prepare = Prepare(self.name, lane_of(manifest).nbytes)
+        self._orders += [(h, prepare) for h in {replica.holder_id for replica in self.replicas.values()} - {holder_id}]
 
     def register_replica(self, holder_id: str, report: ReplicaReport) -> None:
         former = self.replicas.get(report.member_id)

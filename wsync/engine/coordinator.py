@@ -56,6 +56,8 @@ class Coordinator:
         self._channels: dict[str, Channel] = {}
         self._sessions: dict[str, _Session] = {}
         self._changed = asyncio.Event()
+        self._incarnations: dict[str, list[str]] = {}
+        """Of each holder, oldest first: one that was replaced while it was stopped must not come back."""
         self._quiet_until = 0.0
 
     def start(self, port: int = 0) -> None:
@@ -104,6 +106,14 @@ class Coordinator:
 
     def _welcome(self, wire: Wire, hello: HolderHello) -> _Session:
         now = asyncio.get_running_loop().time()
+        known = self._incarnations.setdefault(hello.holder_id, [])
+        if hello.incarnation in known[:-1]:
+            raise StaleView(
+                f"holder {hello.holder_id} has been replaced by a newer one",
+                context=ErrorContext(peers=(hello.holder_id,), phase="join"),
+            )
+        if hello.incarnation not in known:
+            known.append(hello.incarnation)
         former = self._sessions.get(hello.holder_id)
         if former is not None:
             self._lose(former, "it came back")

@@ -125,15 +125,15 @@ class LanePull:
     async def run(self) -> None:
         """Raises ChecksumError, or TransferTimeout after `STALL_S` without a byte from any source."""
         while True:
+            # Plain tasks, not a TaskGroup: that mixes up our own cancellation and the errors of its tasks.
+            window = range(min(WINDOW, max(1, len(self._todo))))
+            fetching = [asyncio.create_task(self._fetch_chunks()) for _ in window]
             try:
-                async with asyncio.TaskGroup() as group:
-                    for _ in range(min(WINDOW, max(1, len(self._todo)))):
-                        group.create_task(self._fetch_chunks())
-            except BaseExceptionGroup as several:
-                task = asyncio.current_task()
-                if task is not None and task.cancelling():  # the group hides our cancellation behind its own errors
-                    raise asyncio.CancelledError from None
-                raise several.exceptions[0] from None
+                await asyncio.gather(*fetching)
+            finally:
+                for task in fetching:
+                    task.cancel()
+                await asyncio.gather(*fetching, return_exceptions=True)  # nobody writes into the slot any more
             wrong = self._compare(await self._digests)
             if not wrong:
                 return

@@ -223,6 +223,8 @@ class Holder:
             self._services.spawn(self._provide(channel, member.lane_nbytes))
         else:
             channel.replicas.append(member)
+            if reply.manifest is not None:
+                self._services.spawn(self._provide(channel, lane_of(reply.manifest).nbytes))
         return reply
 
     async def _provide(self, channel: _Channel, nbytes: int) -> None:
@@ -369,6 +371,8 @@ class Holder:
         match message:
             case protocol.Pull():
                 self._channel(message.channel).receiver.pull(message)
+            case protocol.Prepare(name, nbytes):
+                self._services.spawn(self._provide(self._channel(name), nbytes))
             case protocol.Seal(name, version, digests):
                 self._channel(name).receiver.seal(version, digests)
             case protocol.Abort(name, version, reason):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import logging
 import os
 import select
 import socket
@@ -24,6 +25,8 @@ from wsync.engine.protocol import FetchSlot, FrameBuffer, Message
 from wsync.engine.wire import descriptors_of
 from wsync.errors import AuthError, ConnectError, ErrorContext, PeerLost, TransferTimeout, WsyncError
 from wsync.memory import Slot
+
+logger = logging.getLogger("wsync")
 
 PURPOSE = "member"
 GRACE_S = 5.0
@@ -168,6 +171,7 @@ class Link:
         self._lock = threading.RLock()
         self._connection: _Connection | None = None
         self._is_closed = False
+        self._rejoining: threading.Thread | None = None
         self.hand_back: Callable[[Slot], Message | None] = lambda _: None
         self.on_attached: Callable[[Message], None] = lambda _: None
         self.host = ""
@@ -177,6 +181,19 @@ class Link:
         """The connection was lost; the next use joins again."""
         connection = self._connection
         return connection is None or connection.is_broken
+
+    def rejoin_behind(self) -> None:
+        """Join again in a thread that lives only for that, for a caller that must not wait."""
+        if self._is_closed or (self._rejoining is not None and self._rejoining.is_alive()):
+            return
+        self._rejoining = threading.Thread(target=self._rejoin, name="wsync-rejoin", daemon=True)
+        self._rejoining.start()
+
+    def _rejoin(self) -> None:
+        try:
+            self.connect(time.monotonic() + self._join_timeout_s)
+        except WsyncError as exc:
+            logger.warning("this host's holder cannot be joined again: %s", exc)
 
     def connect(self, deadline: float) -> None:
         """Be attached to a living holder, or raise by the deadline. Nothing happens when the link is whole."""
@@ -234,19 +251,25 @@ class Link:
 
     def _ask(self, connection: _Connection, message: Message, deadline: float) -> Message:
         request_id = connection.send(message, is_request=True)
-        answer = connection.receive(request_id, deadline)
-        if answer is None:
-            connection.give_up()  # what it does about our request later is not for us any more
-            raise TransferTimeout(
-                f"this host's holder has not answered {type(message).__name__} in time",
-                context=ErrorContext(peers=("holder",), phase="control"),
-            )
-        reply, descriptors = answer
+        reply, descriptors = self._answer(connection, request_id, type(message).__name__, deadline)
         for fd in descriptors:
             os.close(fd)
-        if isinstance(reply, protocol.Failure):
-            raise reply.error.build()
         return reply
+
+    def _answer(
+        self, connection: _Connection, request_id: int, what: str, deadline: float
+    ) -> tuple[Message, list[int]]:
+        answer = connection.receive(request_id, deadline)
+        if answer is None:
+            connection.give_up()  # a late answer could be a lease that nobody gives back
+            raise TransferTimeout(
+                f"this host's holder has not answered {what} in time",
+                hint="it is joined again at the next call",
+                context=ErrorContext(peers=("holder",), phase="control"),
+            )
+        if isinstance(answer[0], protocol.Failure):
+            raise answer[0].error.build()
+        return answer
 
     def ask(self, message: Message, *, timeout_s: float, grace_s: float = GRACE_S) -> Message:
         """One request and its reply. Raises PeerLost when the holder dies meanwhile; the caller knows what to repeat.
@@ -266,28 +289,11 @@ class Link:
         slot = connection.slots.get(slot_id)
         if slot is None:
             request_id = connection.send(FetchSlot(slot_id), is_request=True)
-            answer = connection.receive(request_id, time.monotonic() + timeout_s)
-            if answer is None:
-                connection.give_up()
-                raise TransferTimeout("this host's holder has not handed over a slot in time")
-            reply, descriptors = answer
-            if isinstance(reply, protocol.Failure):
-                raise reply.error.build()
+            _, descriptors = self._answer(connection, request_id, "FetchSlot", time.monotonic() + timeout_s)
             slot = Slot.attach(descriptors[0], is_writable=self._is_writer)
             slot.prefault()
             connection.slots[slot_id] = slot
         return slot
-
-    def forget_slots(self, keep: set[int]) -> list[Slot]:
-        """Unmap slots that the holder no longer has; returns them after closing."""
-        connection = self._connection
-        if connection is None:
-            return []
-        gone = [slot_id for slot_id in connection.slots if slot_id not in keep]
-        slots = [connection.slots.pop(slot_id) for slot_id in gone]
-        for slot in slots:
-            slot.close()
-        return slots
 
     def close(self) -> None:
         """Leave: the holder sees the connection close and drops leases at once. Idempotent."""

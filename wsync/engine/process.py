@@ -21,7 +21,7 @@ from wsync.engine import wire as wires
 from wsync.engine.coordinator import PURPOSE, Coordinator
 from wsync.engine.holder import Holder
 from wsync.engine.session import CoordinatorRecord, HolderOrder, HolderRecord, locked, read_record, write_record
-from wsync.errors import AuthError, ConnectError
+from wsync.errors import AuthError, ConnectError, StaleView
 
 
 class JobCoordinator:
@@ -90,6 +90,8 @@ def main() -> int:
         asyncio.run(serve(order))
     except asyncio.CancelledError:
         pass
+    except StaleView as exc:
+        logging.getLogger("wsync").warning("leaving: %s", exc)
     return 0
 
 

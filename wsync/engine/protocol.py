@@ -334,6 +334,13 @@ class Pull(Message, frozen=True):
     is_sealed: bool
 
 
+class Prepare(Message, frozen=True):
+    """A trainer has come: reserve slots of `nbytes` now, so that the first version need not wait for memory."""
+
+    channel: str
+    nbytes: int
+
+
 class Seal(Message, frozen=True):
     channel: str
     version: int
@@ -399,8 +406,11 @@ def encode_frame(request_id: int, message: Message, *, is_reply: bool = False, n
 
 def decode_payload(payload: bytes | bytearray | memoryview) -> tuple[int, bool, Message]:
     """`(id, is_reply, message)` of one payload. Raises `msgspec.DecodeError` (also for unknown messages and fields)."""
-    envelope = _envelopes.decode(payload)
-    return envelope.id, envelope.is_reply, _body_decoder().decode(envelope.body)
+    try:
+        envelope = _envelopes.decode(payload)
+        return envelope.id, envelope.is_reply, _body_decoder().decode(envelope.body)
+    except RecursionError:
+        raise msgspec.DecodeError("nested too deeply") from None
 
 
 class FrameBuffer:

@@ -17,7 +17,7 @@ import msgspec
 
 from wsync.config import Config
 from wsync.engine import protocol
-from wsync.engine.link import Link
+from wsync.engine.link import GRACE_S, Link
 from wsync.engine.protocol import Message
 from wsync.engine.session import default_member_id, find_holder
 from wsync.engine.tensors import LiveTensors, live_tensors
@@ -34,6 +34,9 @@ from wsync.errors import (
 )
 from wsync.manifest import Lane, Manifest, Placement, check_agreement, lane_of
 from wsync.memory import Slot
+
+LATEST_GRACE_S = 0.5
+"""`commit_latest` waits so long at most for its holder's word; a holder that takes longer is left and joined again."""
 
 
 class Commit(msgspec.Struct, frozen=True):
@@ -127,12 +130,15 @@ class Replica:
         """Install the newest version that is staged on this host; None when there is nothing newer.
 
         Call it between two steps of inference, from the thread that runs them. Either every tensor has the new version
-        when this returns, or none has changed and it raises: ManifestMismatch, CommitError. Never waits for a transfer;
-        while this host's holder is being replaced it returns None.
+        when this returns, or none has changed and it raises: ManifestMismatch, CommitError. Never waits for a transfer
+        or for a holder: while this host's holder is being replaced it returns None.
         """
+        if self._link.is_broken and not self._is_closed:
+            self._link.rejoin_behind()
+            return None
         try:
-            return self._commit(self._floor + 1, 0, timeout_s=0.0)
-        except (PeerLost, StaleView):
+            return self._commit(self._floor + 1, 0, timeout_s=0.0, grace_s=LATEST_GRACE_S)
+        except (PeerLost, StaleView, TransferTimeout):
             return None
 
     def wait_version(self, min_version: int = 1, *, timeout_s: float = 60.0) -> Commit:
@@ -188,10 +194,13 @@ class Replica:
             )
         return commit
 
-    def _commit(self, min_version: int, max_version: int, *, timeout_s: float) -> Commit | None:
+    def _commit(
+        self, min_version: int, max_version: int, *, timeout_s: float, grace_s: float = GRACE_S
+    ) -> Commit | None:
         if self._is_closed:
             raise CommitError(f"this replica of '{self.channel}' is closed", hint="create a new Replica")
-        leased = self._link.ask(protocol.LeaseVersion(min_version, max_version, timeout_s), timeout_s=timeout_s)
+        wish = protocol.LeaseVersion(min_version, max_version, timeout_s)
+        leased = self._link.ask(wish, timeout_s=timeout_s, grace_s=grace_s)
         assert isinstance(leased, protocol.VersionLeased)
         if not leased.version:
             return None

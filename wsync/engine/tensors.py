@@ -68,7 +68,7 @@ def live_tensors(
 
 
 def select(names: Sequence[str], wanted: tuple[str, ...] | None) -> list[str]:
-    """`names`, or the declared part of them in the same order. Raises when there are none, or a declared one is not there."""
+    """`names`, or the declared part of them in the same order. Raises for none, and for a declared one not there."""
     if not names or (wanted is not None and not wanted):
         raise ManifestMismatch("there are no tensors to publish or to install", hint="check the mapping, and names=")
     if wanted is None:

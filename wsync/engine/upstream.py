@@ -16,7 +16,7 @@ from wsync.engine import wire as wires
 from wsync.engine.coordinator import PURPOSE
 from wsync.engine.protocol import Beat, HolderHello, Message
 from wsync.engine.wire import Handler, Wire
-from wsync.errors import ConnectError, ErrorContext, PeerLost, TransferTimeout, WsyncError
+from wsync.errors import ConnectError, ErrorContext, PeerLost, StaleView, TransferTimeout, WsyncError
 
 logger = logging.getLogger("wsync")
 
@@ -42,6 +42,8 @@ class Upstream:
             try:
                 await self._session()
                 pause_s = 0.02
+            except StaleView:  # we were replaced while we did not run
+                raise
             except WsyncError as exc:
                 self._last_error = str(exc)
             await asyncio.sleep(pause_s)

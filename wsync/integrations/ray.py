@@ -76,30 +76,17 @@ class _Loop:
 
 
 class _CoordinatorActor:
-    """One per job. Ray replays the constructor's arguments on a restart, so the token stays."""
+    """One per job. Ray replays the constructor's arguments on a restart, so the token stays.
+
+    Its methods are plain: a coroutine among them would make Ray run everything in an event loop of its own.
+    """
 
     def __init__(self, config: bytes, token: str) -> None:
-        self._config = _local_config(msgspec.msgpack.decode(config, type=Config))
+        local = _local_config(msgspec.msgpack.decode(config, type=Config))
+        loop = _Loop()
         self._token = token
-        self._loop = _Loop()
-        self._coordinator: Coordinator = self._loop.call(self._start())
-        self._loop.run_then_leave(self._until_unused())
-
-    async def _start(self) -> Coordinator:
-        coordinator = Coordinator(self._config, self._token)
-        coordinator.start()
-        return coordinator
-
-    async def _until_unused(self) -> None:
-        serving = asyncio.create_task(self._coordinator.run())
-        last_used = time.monotonic()
-        while time.monotonic() - last_used < self._config.linger_s + self._config.join_timeout_s:
-            await asyncio.sleep(0.25)
-            if serving.done():
-                serving.result()
-            if self._coordinator.num_holders:
-                last_used = time.monotonic()
-        serving.cancel()
+        self._coordinator: Coordinator = loop.call(_make_coordinator(local, token))
+        loop.run_then_leave(_serve_while_used(self._coordinator, local))
 
     def place(self) -> bytes:
         host, port = self._coordinator.address
@@ -113,26 +100,46 @@ class _CoordinatorActor:
 
 
 class _HolderActor:
-    """One per node and job."""
+    """One per node and job. Plain methods only, as above."""
 
     def __init__(self, config: bytes, token: str, host: str, coordinator_name: str) -> None:
-        self._config = _local_config(msgspec.msgpack.decode(config, type=Config))
-        self._token, self._host, self._coordinator_name = token, host, coordinator_name
-        self._loop = _Loop()
-        self._holder: Holder = self._loop.call(self._start())
-        self._loop.run_then_leave(self._holder.run())
-
-    async def _start(self) -> Holder:
-        holder = Holder(self._config, self._token, host=self._host, resolve=self._resolve)
-        holder.start()
-        return holder
-
-    async def _resolve(self) -> tuple[str, int]:
-        place = await asyncio.to_thread(_ask_coordinator, self._coordinator_name)
-        return place.host, place.port
+        local = _local_config(msgspec.msgpack.decode(config, type=Config))
+        loop = _Loop()
+        self._token, self._host = token, host
+        self._holder: Holder = loop.call(_make_holder(local, token, host, coordinator_name))
+        loop.run_then_leave(self._holder.run())
 
     def place(self) -> tuple[str, str, str]:
         return self._holder.socket_name, self._token, self._host
+
+
+async def _make_coordinator(config: Config, token: str) -> Coordinator:
+    coordinator = Coordinator(config, token)
+    coordinator.start()
+    return coordinator
+
+
+async def _serve_while_used(coordinator: Coordinator, config: Config) -> None:
+    """Until no holder has been connected for long enough that none is on its way either."""
+    serving = asyncio.create_task(coordinator.run())
+    last_used = time.monotonic()
+    while time.monotonic() - last_used < config.linger_s + config.join_timeout_s:
+        await asyncio.sleep(0.25)
+        if serving.done():
+            serving.result()
+        if coordinator.num_holders:
+            last_used = time.monotonic()
+    serving.cancel()
+
+
+async def _make_holder(config: Config, token: str, host: str, coordinator_name: str) -> Holder:
+    async def resolve() -> tuple[str, int]:
+        place = await asyncio.to_thread(_ask_coordinator, coordinator_name)
+        return place.host, place.port
+
+    holder = Holder(config, token, host=host, resolve=resolve)
+    holder.start()
+    return holder
 
 
 def find_holder(config: Config, timeout_s: float) -> HolderAddress:
