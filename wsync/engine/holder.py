@@ -342,10 +342,15 @@ class Holder:
 
     async def _adopt(self, message: protocol.HandBack, fds: list[int]) -> Message:
         """Take over a slot that outlived our predecessor, if every chunk still has its digest."""
-        if len(fds) != 1:
-            raise ArenaError(f"a slot was handed back with {len(fds)} descriptors")
-        fd = os.open(f"/proc/self/fd/{fds[0]}", os.O_RDWR | os.O_CLOEXEC)
-        os.close(fds[0])
+        try:
+            if len(fds) != 1:
+                raise ArenaError(f"a slot was handed back with {len(fds)} descriptors")
+            fd = os.open(f"/proc/self/fd/{fds[0]}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as exc:
+            raise ArenaError(f"a slot that was handed back cannot be opened: {exc.strerror}") from exc
+        finally:
+            for received in fds:
+                os.close(received)
         slot = Slot.attach(fd, is_writable=True)
         channel = self._channel(message.channel)
         staging = channel.staging

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from dataclasses import dataclass, field
 
 from wsync.engine import protocol
 from wsync.engine.protocol import SlotReserved
-from wsync.engine.services import HolderServices, digest_chunks
+from wsync.engine.services import HolderServices
 from wsync.engine.staging import HeldSlot, SlotPhase, Staging
+from wsync.engine.tensors import MAX_THREADS
 from wsync.errors import ErrorContext, StaleView, TransferTimeout
+
+HASHES_WHILE_PACKING = (os.cpu_count() or 1) > MAX_THREADS
+"""A snapshot uses up to `MAX_THREADS` cores. Hashing beside it on a smaller machine would make the trainer wait longer
+(measured on two cores: by a half), so it is done right after; on a larger one it costs nothing and ends sooner."""
 
 logger = logging.getLogger("wsync")
 
@@ -117,8 +123,10 @@ class Origin:
                 packing.grown.clear()
                 if packing.is_dropped:
                     return
+                if not (packing.is_packed or HASHES_WHILE_PACKING):
+                    continue
                 upto = packing.num_marked
-                await self._services.in_thread(digest_chunks, held.slot, range(done, upto))
+                await self._services.digest(held.slot, range(done, upto))
                 done = upto
         except Exception as exc:
             logger.exception("version %d of '%s' could not be digested", held.version, self._staging.channel)

@@ -20,7 +20,7 @@ from wsync.engine import protocol
 from wsync.engine.link import GRACE_S, Link
 from wsync.engine.protocol import Message
 from wsync.engine.session import default_member_id, find_holder
-from wsync.engine.tensors import LiveTensors, live_tensors
+from wsync.engine.tensors import Tensors, live_tensors
 from wsync.errors import (
     ChannelError,
     CommitError,
@@ -243,11 +243,11 @@ class Replica:
         self._steps = {v: s for v, s in self._steps.items() if v in leased.kept or v == leased.version}
         return Commit(leased.version, leased.step, pause_s, lane.nbytes)
 
-    def _current(self) -> LiveTensors:
+    def _current(self) -> Tensors:
         self._live = live_tensors(self._target, self._names, is_target=True, former=self._live)
         return self._live
 
-    def _restore(self, live: LiveTensors, cause: BaseException, failed_version: int) -> None:
+    def _restore(self, live: Tensors, cause: BaseException, failed_version: int) -> None:
         """A commit failed half-way: put the former version back from its slot, if this host still has it."""
         if not self._version or self._version == failed_version:
             return

@@ -14,6 +14,8 @@ from wsync.config import Config
 from wsync.engine.protocol import Message
 from wsync.memory import Slot
 
+NUM_THREADS = 2
+
 
 @dataclass(eq=False)
 class HolderServices:
@@ -22,7 +24,7 @@ class HolderServices:
     config: Config
     tell: Callable[[Message], None]
     digest_threads: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="wsync-digest")
+        default_factory=lambda: ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="wsync-digest")
     )
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -35,6 +37,11 @@ class HolderServices:
     async def in_thread(self, call: Callable[..., Any], *args: object) -> Any:
         """Run hashing beside the event loop; xxhash releases the GIL."""
         return await asyncio.get_running_loop().run_in_executor(self.digest_threads, call, *args)
+
+    async def digest(self, slot: Slot, chunks: range) -> None:
+        """Write the xxh3-64 of these chunks into the slot's tail, with all threads."""
+        parts = [chunks[number::NUM_THREADS] for number in range(NUM_THREADS)]
+        await asyncio.gather(*(self.in_thread(digest_chunks, slot, part) for part in parts))
 
 
 def digest_chunks(slot: Slot, chunks: range) -> None:

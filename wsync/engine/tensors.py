@@ -1,11 +1,19 @@
-"""Live tensors of a member, behind one small interface: numpy here, torch in `wsync.integrations.torch`."""
+"""Live tensors of a member, and how their bytes get into a slot and out of it.
+
+`Tensors` does the copying for all kinds of tensors; numpy arrays are here, torch is in `wsync.integrations.torch`.
+This is all the work that wsync does in a trainer's or replica's process, so it is done with every core that the process
+may use: it is stopped meanwhile anyway. The threads live for one snapshot or one commit.
+"""
 
 from __future__ import annotations
 
 import operator
+import os
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -13,39 +21,29 @@ from wsync.errors import ConfigError, ManifestMismatch
 from wsync.manifest import Lane, Manifest, TensorSpec
 from wsync.memory import Slot
 
-PROGRESS_NBYTES = 32 << 20
-"""A packing trainer says how far it is about this often, so that the transfer starts before the packing ends."""
+if TYPE_CHECKING:
+    import numpy as np
+
+    Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+MAX_THREADS = 4
+"""More do not copy faster: a few cores fill the memory bus."""
+PIECE_NBYTES = 8 << 20
+SHARED_NBYTES = 256 << 10
+"""Smaller copies are left to one thread: handing them over would cost more."""
 
 
-class LiveTensors(Protocol):
-    """The tensors of a trainer or replica as they are now. Looked at anew for every update: users replace tensors."""
-
-    manifest: Manifest
-
-    def is_current(self, source: Any) -> bool:
-        """Whether `source` still has these very tensors, in the same memory and of the same shapes."""
-        ...
-
-    def pack(self, slot: Slot, lane: Lane, progress: Callable[[int], None]) -> None:
-        """Copy every tensor to its place in the slot, in logical order; `progress` is told the bytes done so far."""
-        ...
-
-    def install(self, slot: Slot, lane: Lane) -> None:
-        """Copy from the slot into the tensors, in place; `lane` has a placement per tensor of `manifest`, in order."""
-        ...
-
-    def digests(self) -> list[int]:
-        """xxh3-64 of each tensor's bytes in logical order, in the order of `manifest`."""
-        ...
+def progress_nbytes(lane: Lane) -> int:
+    """How often a packing trainer says how far it is: the transfer overlaps, and saying so costs nothing."""
+    return min(64 << 20, max(4 << 20, lane.nbytes // 16))
 
 
 def live_tensors(
-    source: Any, names: Sequence[str] | None, *, is_target: bool, former: LiveTensors | None = None
-) -> LiveTensors:
+    source: Any, names: Sequence[str] | None, *, is_target: bool, former: Tensors | None = None
+) -> Tensors:
     """The named tensors of a module, of a state dict, or of a mapping of numpy arrays; only `names` if given.
 
     `former` is what this returned last time: it is returned again if nothing has been replaced since.
-
     Raises ManifestMismatch or ConfigError naming the tensor that cannot take part.
     """
     if former is not None and former.is_current(source):
@@ -79,12 +77,143 @@ def select(names: Sequence[str], wanted: tuple[str, ...] | None) -> list[str]:
     return [name for name in names if name in set(wanted)]
 
 
-class NumpyTensors:
+class Tensors(ABC):
+    """The tensors of a trainer or replica as they are now. Looked at anew for every update: users replace tensors.
+
+    `raw` has, per tensor of `manifest`, its memory as bytes where that is its logical order, else None.
+    """
+
+    manifest: Manifest
+    raw: list[Bytes | None]
+    is_on_device = False
+    """Copies may end later than the call that makes them; `finish` waits for them."""
+
+    def __init__(self) -> None:
+        self._moves: tuple[Lane | None, list[tuple[int, int, int]]] = (None, [])
+
+    @abstractmethod
+    def is_current(self, source: Any) -> bool:
+        """Whether `source` still has these very tensors, in the same memory and of the same shapes."""
+
+    @abstractmethod
+    def store(self, index: int, block: Bytes) -> None:
+        """Copy tensor `index` into `block` in logical order."""
+
+    @abstractmethod
+    def load(self, index: int, block: Bytes) -> None:
+        """Copy `block`, in logical order, into tensor `index`, keeping its strides."""
+
+    @abstractmethod
+    def digests(self) -> list[int]:
+        """xxh3-64 of each tensor's bytes in logical order, in the order of `manifest`."""
+
+    def finish(self) -> None:  # noqa: B027 - most tensors are not on a device
+        """After this all copies between host and devices have ended."""
+
+    def pack(self, slot: Slot, lane: Lane, progress: Callable[[int], None]) -> None:
+        """Copy every tensor to its place in the slot; `progress` is told the bytes done so far, now and then."""
+        import numpy as np
+
+        into, step, said = np.frombuffer(slot.data, np.uint8), progress_nbytes(lane), 0
+        with _Copier() as copier:
+            for index, offset, end in self._moves_of(lane):
+                raw = self.raw[index]
+                if raw is None:
+                    self.store(index, into[offset:end])
+                for start in range(offset, end, PIECE_NBYTES):
+                    stop = min(end, start + PIECE_NBYTES)
+                    if raw is not None:
+                        copier.copy(into[start:stop], raw[start - offset : stop - offset])
+                    if stop - said >= step and not self.is_on_device:
+                        copier.join()
+                        said = stop
+                        progress(said)
+            copier.join()
+        self.finish()
+
+    def install(self, slot: Slot, lane: Lane) -> None:
+        """Copy from the slot into the tensors, in place; `lane` has a placement per tensor of `manifest`, in order."""
+        import numpy as np
+
+        source = np.frombuffer(slot.data, np.uint8)
+        with _Copier() as copier:
+            for index, offset, end in self._moves_of(lane):
+                raw = self.raw[index]
+                if raw is None:
+                    self.load(index, source[offset:end])
+                    continue
+                for start in range(offset, end, PIECE_NBYTES):
+                    stop = min(end, start + PIECE_NBYTES)
+                    copier.copy(raw[start - offset : stop - offset], source[start:stop])
+            copier.join()
+        self.finish()
+
+    def _moves_of(self, lane: Lane) -> list[tuple[int, int, int]]:
+        """``(tensor, begin, end)`` of everything to copy for a lane, in its order."""
+        if self._moves[0] is not lane:
+            pairs = zip(self.manifest.tensors, lane.placements, strict=True)
+            moves = [
+                (index, place.offset, place.offset + place.nbytes)
+                for index, (spec, place) in enumerate(pairs)
+                if place.nbytes and not spec.alias_of
+            ]
+            self._moves = (lane, sorted(moves, key=operator.itemgetter(1)))
+        return self._moves[1]
+
+
+class _Copier:
+    """Copies byte ranges; large ones are collected and shared among threads, which numpy lets run at once."""
+
+    def __init__(self) -> None:
+        import numpy as np
+
+        self._copyto = np.copyto
+        self._num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+        self._pool: ThreadPoolExecutor | None = None
+        self._large: list[tuple[Bytes, Bytes]] = []
+
+    def copy(self, target: Bytes, source: Bytes) -> None:
+        if len(target) < SHARED_NBYTES or self._num_threads == 1:
+            self._copyto(target, source)
+        else:
+            self._large.append((target, source))
+
+    def join(self) -> None:
+        """After this everything is copied."""
+        pairs, self._large = self._large, []
+        if len(pairs) < 2:
+            self._copy_all(pairs)
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._num_threads - 1, thread_name_prefix="wsync-copy")
+        parts = [pairs[number :: self._num_threads] for number in range(self._num_threads)]
+        others = [self._pool.submit(self._copy_all, part) for part in parts[1:]]
+        try:
+            self._copy_all(parts[0])
+        finally:
+            wait(others)  # also when interrupted: nobody may write into a slot that has been given up
+        for other in others:
+            other.result()
+
+    def _copy_all(self, pairs: list[tuple[Bytes, Bytes]]) -> None:
+        for target, source in pairs:
+            self._copyto(target, source)
+
+    def __enter__(self) -> _Copier:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+
+class NumpyTensors(Tensors):
     """A mapping of names to numpy arrays. Arrays that are the very same memory are tied."""
 
     def __init__(self, source: Mapping[str, Any], wanted: tuple[str, ...] | None, *, is_target: bool) -> None:
         import numpy as np
 
+        super().__init__()
         self._np = np
         self._wanted = wanted
         self._names = names = select(list(source), wanted)
@@ -103,6 +232,10 @@ class NumpyTensors:
             first = seen.setdefault(identity, name)
             specs.append(TensorSpec(name, value.dtype.name, tuple(value.shape), "" if first == name else first))
         self.manifest = Manifest(tuple(specs))
+        self.raw = [
+            array.reshape(-1).view(np.uint8) if array.flags.c_contiguous and array.size else None
+            for array in self._arrays
+        ]
 
     def is_current(self, source: Mapping[str, Any]) -> bool:
         """The same array objects; numpy arrays do not move."""
@@ -112,25 +245,15 @@ class NumpyTensors:
         shapes = [spec.shape for spec in self.manifest.tensors]
         return all(map(operator.is_, found, self._arrays)) and [array.shape for array in self._arrays] == shapes
 
-    def _view(self, slot: Slot, index: int, offset: int, nbytes: int) -> Any:
+    def store(self, index: int, block: Bytes) -> None:
+        self._np.copyto(self._typed(index, block), self._arrays[index])
+
+    def load(self, index: int, block: Bytes) -> None:
+        self._np.copyto(self._arrays[index], self._typed(index, block))
+
+    def _typed(self, index: int, block: Bytes) -> Any:
         array = self._arrays[index]
-        flat = self._np.frombuffer(slot.data[offset : offset + nbytes], dtype=array.dtype)
-        return flat.reshape(array.shape)
-
-    def pack(self, slot: Slot, lane: Lane, progress: Callable[[int], None]) -> None:
-        said = 0
-        for index, (spec, place) in enumerate(zip(self.manifest.tensors, lane.placements, strict=True)):
-            if spec.alias_of or not place.nbytes:
-                continue
-            self._np.copyto(self._view(slot, index, place.offset, place.nbytes), self._arrays[index])
-            if place.offset + place.nbytes - said >= PROGRESS_NBYTES:
-                said = place.offset + place.nbytes
-                progress(said)
-
-    def install(self, slot: Slot, lane: Lane) -> None:
-        for index, (spec, place) in enumerate(zip(self.manifest.tensors, lane.placements, strict=True)):
-            if not spec.alias_of and place.nbytes:
-                self._np.copyto(self._arrays[index], self._view(slot, index, place.offset, place.nbytes))
+        return block.view(array.dtype).reshape(array.shape)
 
     def digests(self) -> list[int]:
         return [xxhash.xxh3_64_intdigest(self._np.ascontiguousarray(array).tobytes()) for array in self._arrays]

@@ -8,29 +8,27 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 
-from wsync.engine.tensors import PROGRESS_NBYTES, select
+from wsync.engine.tensors import Tensors, select
 from wsync.errors import ManifestMismatch
-from wsync.manifest import Lane, Manifest, TensorSpec
-from wsync.memory import Slot
+from wsync.manifest import Manifest, TensorSpec
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-_Move = tuple[int, Bytes | None, int, int]
-"""Number of the tensor, its memory if it can be copied as bytes, and where it begins and ends in the lane."""
 
 
-class TorchTensors:
-    """The tensors of a module or mapping as they are now; see `wsync.engine.tensors.LiveTensors`."""
+class TorchTensors(Tensors):
+    """The tensors of a module or mapping as they are now; see `wsync.engine.tensors.Tensors`."""
 
     def __init__(
         self, source: torch.nn.Module | Mapping[str, Any], wanted: tuple[str, ...] | None, *, is_target: bool
     ) -> None:
+        super().__init__()
         named = source.state_dict(keep_vars=True) if isinstance(source, torch.nn.Module) else source
         self._wanted = wanted
         self._names = names = select(list(named), wanted)
@@ -47,10 +45,10 @@ class TorchTensors:
             first = seen.setdefault(identity, name)
             specs.append(TensorSpec(name, dtype, shape, "" if first == name else first))
         self.manifest = Manifest(tuple(specs))
-        self._raw = [_raw_bytes(tensor) if tensor.numel() else None for tensor in self._tensors]
+        self.raw = [_raw_bytes(tensor) if tensor.numel() else None for tensor in self._tensors]
         self._identities = [_identity(tensor) for tensor in self._sources]
         self._devices = {tensor.device for tensor in self._tensors if tensor.device.type != "cpu"}
-        self._moves: tuple[Lane | None, list[_Move]] = (None, [])
+        self.is_on_device = bool(self._devices)
 
     def is_current(self, source: torch.nn.Module | Mapping[str, Any]) -> bool:
         """Whether these are still the tensors of `source`: the same objects over the same memory."""
@@ -62,53 +60,16 @@ class TorchTensors:
             return False
         return self._identities == [_identity(tensor) for tensor in self._sources]
 
-    def pack(self, slot: Slot, lane: Lane, progress: Callable[[int], None]) -> None:
-        """Says about every `PROGRESS_NBYTES` how far it is; a large tensor is copied piece by piece for that."""
-        into, said = np.frombuffer(slot.data, np.uint8), 0
-        for index, raw, offset, end in self._moves_of(lane):
-            if raw is None:
-                _typed(into[offset:end], self.manifest.tensors[index]).copy_(self._tensors[index])
-            elif end - offset <= PROGRESS_NBYTES:
-                np.copyto(into[offset:end], raw)
-            else:
-                for start in range(offset, end, PROGRESS_NBYTES):
-                    stop = min(end, start + PROGRESS_NBYTES)
-                    np.copyto(into[start:stop], raw[start - offset : stop - offset])
-                    if not self._devices:
-                        progress(stop)
-                said = end
-            if end - said >= PROGRESS_NBYTES and not self._devices:
-                said = end
-                progress(end)
-        self._finish_device_copies()
+    def store(self, index: int, block: Bytes) -> None:
+        _typed(block, self.manifest.tensors[index]).copy_(self._tensors[index])
 
-    def install(self, slot: Slot, lane: Lane) -> None:
-        """Byte for byte where the tensor is contiguous on the CPU, else by torch, which keeps the tensor's strides."""
-        source = np.frombuffer(slot.data, np.uint8)
-        for index, raw, offset, end in self._moves_of(lane):
-            if raw is not None:
-                np.copyto(raw, source[offset:end])
-                continue
-            tensor = self._tensors[index]
-            # A tensor made under inference mode may only be written under it.
-            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-                tensor.copy_(_typed(source[offset:end], self.manifest.tensors[index]))
-        self._finish_device_copies()
+    def load(self, index: int, block: Bytes) -> None:
+        tensor = self._tensors[index]
+        # A tensor made under inference mode may only be written under it.
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+            tensor.copy_(_typed(block, self.manifest.tensors[index]))
 
-    def _moves_of(self, lane: Lane) -> list[_Move]:
-        """Everything to copy for a lane; the same list for the same lane."""
-        if self._moves[0] is not lane:
-            pairs = zip(self.manifest.tensors, lane.placements, strict=True)
-            moves = [
-                (index, self._raw[index], place.offset, place.offset + place.nbytes)
-                for index, (spec, place) in enumerate(pairs)
-                if place.nbytes and not spec.alias_of
-            ]
-            self._moves = (lane, moves)
-        return self._moves[1]
-
-    def _finish_device_copies(self) -> None:
-        """Copies between host and device may be asynchronous; after this the slot, or the tensors, have all bytes."""
+    def finish(self) -> None:
         for device in self._devices:
             torch.accelerator.synchronize(device)
 
