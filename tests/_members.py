@@ -359,13 +359,15 @@ class Member:
         """The child closes what it has open and ends."""
         self._connection.close()
 
-    def reap(self) -> None:
+    def reap(self) -> bool:
+        """Wait until it has left; False when it had to be killed."""
         self.leave()
         try:
             eventually(self.has_ended, "it leaves", 20.0)
         except AssertionError:
             self.kill()
-            raise
+            return False
+        return True
 
 
 class Job:
@@ -461,16 +463,16 @@ class Job:
                 self.resume(pid)
         for member in self.members:
             member.leave()
-        for member in self.members:
-            member.reap()
+        stuck = [member.pid for member in self.members if not member.reap()]
         try:
             eventually(lambda: not self.pids(), "every holder leaves by itself", 25.0)
+            assert not stuck, "members did not leave"
         except AssertionError:
             stayed = self.pids()
             for pid in stayed:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            raise AssertionError(f"processes stayed behind: {stayed}") from None
+            raise AssertionError(f"processes stayed behind: holders {stayed}, members {stuck}") from None
         finally:
             self.report = self.logs()
             shutil.rmtree(self.folder, ignore_errors=True)

@@ -475,8 +475,11 @@ def test_case_B18_every_call_ends_while_the_holder_is_stopped(job: Job) -> None:
     leaver.close()
     assert leaver.took_s < 5.0
     for member, name, _, _ in calls:
-        with pytest.raises(WsyncError, match="holder"):
-            member.end()
+        if name == "commit_latest":  # inference goes on with what it has
+            assert member.end() == 0
+        else:
+            with pytest.raises(WsyncError, match="holder"):
+                member.end()
         assert member.took_s < 15.0, name
     job.resume(holder)
     assert verifier.end() == []
@@ -665,10 +668,10 @@ def break_install(child: Child, how: str) -> None:
 
     whole = NumpyTensors.install
 
-    def half(self: NumpyTensors, slot: Any, lane: Any) -> None:
+    def half(self: NumpyTensors, *args: Any, **options: Any) -> None:
         if how != "always":
             NumpyTensors.install = whole  # type: ignore[method-assign]
-        for array in self._arrays[:2]:
+        for array in list(child.tensors.values())[:2]:
             array.fill(3)
         raise RuntimeError("the device fell off the bus")
 

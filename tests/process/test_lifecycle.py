@@ -53,8 +53,8 @@ def test_hosts_relay_and_each_byte_enters_a_host_once(job: Job) -> None:
         status = trainer.wait_committed(version, num_replicas=4)
         holders = {holder.host: holder for holder in status.holders}
         assert holders.keys() == {"B", "C"}
-        assert holders["B"].parents[0] == f"{name}/A"
-        assert holders["C"].parents[0] == f"{name}/B", "the second receiver is fed by the first"
+        first = {host: holder.parents[0].removeprefix(f"{name}/") for host, holder in holders.items()}
+        assert first in ({"B": "A", "C": "B"}, {"B": "C", "C": "B"}), "the second receiver is fed by the first"
         assert {holder.nbytes_received for holder in holders.values()} == {status.nbytes} == {nbytes_of(LARGE)}
         assert {holder.phase for holder in holders.values()} == {HolderPhase.WHOLE}
         assert status.phase is VersionPhase.STAGED
@@ -64,6 +64,7 @@ def test_newest_version_wins_and_superseded_ones_are_named(job: Job) -> None:
     trainer, replica = job.trainer(config=PATIENT), job.replica(host="B", config=PATIENT)
     assert trainer.publish(0) == 1
     replica.wait_version(1)
+    trainer.wait_committed(1)
     slow = job.holder_pid("B")
     job.stop(slow)
     assert trainer.publish(2, 2) == 2
@@ -87,9 +88,10 @@ def test_on_busy_skip_and_wait(job: Job) -> None:
     keeper = job.replica(channel="other")  # the trainer's holder stays while it is away
     trainer.publish(1)
     replica.wait_version(1)
+    trainer.wait_committed(1)
     slow = job.holder_pid("B")
     job.stop(slow)
-    assert trainer.publish(2, 2) == 2
+    eventually(lambda: trainer.publish(2, 2) == 2, "version 1 is not on its way any more")
     eventually(lambda: trainer.publish(3, 3) == 0, "a version that is on its way makes the next one skipped")
     with pytest.raises(PublishError, match="skipped"):
         trainer.wait_staged(0)
@@ -121,7 +123,7 @@ def break_packing(child: Child) -> None:
 
     whole = NumpyTensors.pack
 
-    def half(self: NumpyTensors, slot: Any, lane: Any, progress: Any) -> None:
+    def half(self: NumpyTensors, slot: Any, *args: Any, **options: Any) -> None:
         NumpyTensors.pack = whole  # type: ignore[method-assign]
         slot.data[:8] = b"garbage!"
         raise RuntimeError("out of memory on the device")
@@ -189,7 +191,7 @@ def test_a_late_joiner_is_fed_after_the_trainer_has_left(job: Job) -> None:
     first.wait_version(1)
     holder = job.holder_pid("A")
     trainer.close()
-    eventually(lambda: holder not in job.pids(), "the trainer's holder leaves")
+    eventually(lambda: not listens(job.folder, holder), "the trainer's holder leaves")
     late = job.replica(host="C")
     assert late.wait_version(1) == 1
     check_moved(late, SMALL, 0, 1)

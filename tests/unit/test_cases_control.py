@@ -240,11 +240,11 @@ def test_descriptors_that_are_no_slots_are_refused_and_closed(scene: Scene, tmp_
     path = tmp_path / "file"
     path.write_bytes(b"x" * 10_000)
     before = len(os.listdir("/proc/self/fd"))
-    for num_descriptors in (0, 1, 2, 4):
+    for what in ("", "f", "ff", "ffff", "s"):
         sock = scene.dial_authenticated("holder")
-        fds = [os.open(path, os.O_RDWR) for _ in range(num_descriptors)]
+        fds = [os.open(path, os.O_RDWR) if kind == "f" else os.dup(sock.fileno()) for kind in what]
         message = HandBack("policy", 1, MANIFEST)
-        socket.send_fds(sock, [encode_frame(0, message, num_descriptors=num_descriptors)], fds)
+        socket.send_fds(sock, [encode_frame(0, message, num_descriptors=len(fds))], fds)
         for fd in fds:
             os.close(fd)
         sock.sendall(encode_frame(7, AttachReplica("policy", "r", "i", 0)))

@@ -59,7 +59,7 @@ def test_oversized_frames_are_refused_before_they_are_received(nbytes: int, desc
 
 def test_an_oversized_message_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "MAX_FRAME_NBYTES", 1000)
-    with pytest.raises(WsyncError, match="a Have message of .* is larger than 1000"):
+    with pytest.raises(WsyncError, match=r"a Have message of .* is larger than 1000"):
         encode_frame(1, protocol.Have("c", 1, bytes(2000)))
 
 

@@ -17,7 +17,19 @@ import wsync
 
 ROOT = Path(wsync.__file__).parent
 HEAVY = ("torch", "ray", "vllm", "nixl", "jax", "numpy", "asyncio", "xxhash", "msgspec")
-RECORDS = {"wsync", "auth", "config", "errors", "events", "manifest", "memory", "plan", "status", "sharding", "topology"}
+RECORDS = {
+    "wsync",
+    "auth",
+    "config",
+    "errors",
+    "events",
+    "manifest",
+    "memory",
+    "plan",
+    "status",
+    "sharding",
+    "topology",
+}
 PURE = {f"engine.{name}" for name in ("planner", "overlap", "membership", "protocol", "channel", "machine")}
 
 

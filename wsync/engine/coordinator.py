@@ -117,7 +117,8 @@ class Coordinator:
         former = self._sessions.get(hello.holder_id)
         if former is not None:
             self._lose(former, "it came back")
-        if hello.channels and not self._channels:
+        has_history = any(r.highest_version or r.trainer or r.replicas or r.slots for r in hello.channels)
+        if has_history and not self._channels:  # a channel that a first member is just joining has none
             # We are new and the job is not: give the other holders time to report before judging what is missing.
             self._quiet_until = now + self.config.lost_after_s
         wire.peer = f"holder {hello.holder_id}"

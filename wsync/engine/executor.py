@@ -12,7 +12,6 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
 
@@ -85,14 +84,12 @@ class LanePull:
         key: str,
         *,
         peers: PeerTable,
-        digest_threads: ThreadPoolExecutor,
         on_hop_failed: Callable[[str, str], None],
     ) -> None:
         self.nbytes_received = 0
         self._slot = slot
         self._key = key
         self._peers = peers
-        self._digest_threads = digest_threads
         self._on_hop_failed = on_hop_failed
         self._sources: tuple[Source, ...] = ()
         self._patience_s = 30.0
@@ -189,16 +186,17 @@ class LanePull:
         offset, nbytes = self._slot.chunk_range(chunk)
         into = self._slot.chunk_data(chunk)
         op = transport.post_read(peer, [Read(self._key, offset, into)], timeout_s=self._patience_s)
+        digest: list[int] = []
         try:
-            await _ended(op)
+            # Hashed by the thread that received it, while it is in that core's cache.
+            await _ended(op, lambda: digest.append(xxhash.xxh3_64_intdigest(into)))
         finally:
             if not op.is_done:  # we are cancelled: nothing may write into the slot any more
                 await asyncio.shield(asyncio.to_thread(transport.cancel, op))
         self._came_from[chunk] = source.holder_id
         self.nbytes_received += nbytes
+        self._slot.digests[chunk] = digest[0]
         self._slot.mark_ready([chunk])
-        loop = asyncio.get_running_loop()
-        self._slot.digests[chunk] = await loop.run_in_executor(self._digest_threads, xxhash.xxh3_64_intdigest, into)
 
     async def _pick(self, chunk: int) -> Source:
         """The first source that is not cooling down; waits for one."""
@@ -242,8 +240,8 @@ class LanePull:
                 await self._changed.wait()
 
 
-async def _ended(op: Op) -> None:
-    """Wait for an operation. Cancelling the wait leaves the operation as it is."""
+async def _ended(op: Op, then: Callable[[], None]) -> None:
+    """Wait for an operation; `then` runs in its thread when it has succeeded. Cancelling leaves it as it is."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
 
@@ -251,11 +249,12 @@ async def _ended(op: Op) -> None:
         if not ended.done():
             ended.set_result(None)
 
-    op.add_done_callback(lambda: _call_in(loop, report))
+    def finish() -> None:
+        if op.future.exception() is None:
+            then()
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(report)
+
+    op.add_done_callback(finish)
     await ended
     op.future.result()
-
-
-def _call_in(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-        loop.call_soon_threadsafe(call)

@@ -1,7 +1,7 @@
-"""The trainer's side of a channel in a holder: a version is served while it is packed, digested, and sealed.
+"""The trainer's side of a channel in a holder: a version is digested and served as it is packed, and then sealed.
 
-A trainer reserves a slot, says how far it has packed, and is done. Chunks are offered as they come; their digests are
-made here, outside of the trainer's process.
+A trainer reserves a slot, says how far it has packed, and is done. Digests are made here, outside of the trainer's
+process. A chunk is served right after it was hashed, while it is still in the processor's cache.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from wsync.engine.staging import HeldSlot, SlotPhase, Staging
 from wsync.engine.tensors import MAX_THREADS
 from wsync.errors import ErrorContext, StaleView, TransferTimeout
 
-HASHES_WHILE_PACKING = (os.cpu_count() or 1) > MAX_THREADS
-"""A snapshot uses up to `MAX_THREADS` cores. Hashing beside it on a smaller machine would make the trainer wait longer
-(measured on two cores: by a half), so it is done right after; on a larger one it costs nothing and ends sooner."""
+OVERLAPS = (os.cpu_count() or 1) > MAX_THREADS
+"""Whether chunks are served and hashed while the trainer still packs. A snapshot uses up to `MAX_THREADS` cores: on a
+machine with no more the trainer would only wait longer for its cores (measured on two: by a half)."""
 
 logger = logging.getLogger("wsync")
 
 
 @dataclass(eq=False)
 class _Packing:
-    """The version that the trainer packs: chunks up to `num_marked` are served, a task digests them in order."""
+    """The version that the trainer packs: the first `num_packed` chunks are in place, a task digests them."""
 
     held: HeldSlot
-    num_marked: int = 0
+    num_packed: int = 0
     is_packed: bool = False
     is_dropped: bool = False
     grown: asyncio.Event = field(default_factory=asyncio.Event)
@@ -90,14 +90,13 @@ class Origin:
         return SlotReserved(version, held.slot_id)
 
     def packed_to(self, version: int, nbytes: int) -> None:
-        """The first `nbytes` are in place: serve the whole chunks among them."""
+        """The first `nbytes` are in place: digest and serve the whole chunks among them."""
         packing = self._current(version)
-        slot = packing.held.slot
-        num_ready = slot.num_chunks if nbytes >= slot.nbytes else max(0, nbytes) // slot.chunk_nbytes
-        if num_ready > packing.num_marked:
-            slot.mark_ready(range(packing.num_marked, num_ready))
-            packing.num_marked = num_ready
-        packing.grown.set()
+        if OVERLAPS or packing.is_packed:
+            slot = packing.held.slot
+            num_packed = slot.num_chunks if nbytes >= slot.nbytes else max(0, nbytes) // slot.chunk_nbytes
+            packing.num_packed = max(packing.num_packed, num_packed)
+            packing.grown.set()
 
     def packed(self, version: int) -> None:
         """Everything is in place; the version goes on without its trainer from here."""
@@ -123,10 +122,8 @@ class Origin:
                 packing.grown.clear()
                 if packing.is_dropped:
                     return
-                if not (packing.is_packed or HASHES_WHILE_PACKING):
-                    continue
-                upto = packing.num_marked
-                await self._services.digest(held.slot, range(done, upto))
+                upto = packing.num_packed
+                await self._services.digest_and_serve(held.slot, range(done, upto))
                 done = upto
         except Exception as exc:
             logger.exception("version %d of '%s' could not be digested", held.version, self._staging.channel)

@@ -101,7 +101,6 @@ class Receiver:
                 held.slot,
                 self._staging.key(order.version),
                 peers=self._peers,
-                digest_threads=self._services.digest_threads,
                 on_hop_failed=lambda source, error: logger.info(
                     "version %d of '%s': %s failed: %s", order.version, order.channel, source, error
                 ),

@@ -38,16 +38,17 @@ class HolderServices:
         """Run hashing beside the event loop; xxhash releases the GIL."""
         return await asyncio.get_running_loop().run_in_executor(self.digest_threads, call, *args)
 
-    async def digest(self, slot: Slot, chunks: range) -> None:
-        """Write the xxh3-64 of these chunks into the slot's tail, with all threads."""
+    async def digest_and_serve(self, slot: Slot, chunks: range) -> None:
+        """Write the xxh3-64 of these chunks into the slot's tail and mark each ready, with all threads."""
         parts = [chunks[number::NUM_THREADS] for number in range(NUM_THREADS)]
         await asyncio.gather(*(self.in_thread(digest_chunks, slot, part) for part in parts))
 
 
 def digest_chunks(slot: Slot, chunks: range) -> None:
-    """Write the xxh3-64 of these chunks into the slot's tail."""
+    """Digest these chunks, and mark each ready as soon as it is done."""
     for chunk in chunks:
         slot.digests[chunk] = xxhash.xxh3_64_intdigest(slot.chunk_data(chunk))
+        slot.mark_ready([chunk])
 
 
 def digests_agree(slot: Slot) -> bool:
