@@ -7,6 +7,7 @@ every replica compares its tensors with an independent reference and asserts tha
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from benchmarks.shapes import Weights
 CHANNEL = "policy"
 TIMEOUT_S = 60.0
 POLL_S = 0.005
+LINGER_S = 5.0
+"""A holder outlives a replica that leaves and joins again."""
 UNIT = 5000
 """Squares in a unit of work, which needs the interpreter all the time."""
 
@@ -88,7 +91,7 @@ class WsyncBroadcast:
         """Start all processes, join, and bring the first version to everybody."""
         job = f"bench-{os.getpid()}-{time.monotonic_ns()}"
         pinned = self._cores[1:] if self._cores else ()
-        configs = [wsync.Config(job=job, host=host, linger_s=1.0) for host in ("home", *self._hosts)]
+        configs = [wsync.Config(job=job, host=host, linger_s=LINGER_S) for host in ("home", *self._hosts)]
         alarm, self._alarm = SPAWN.Pipe(duplex=False)
         self._children.append(Child(_Trainer, self._setup, configs[0], alarm, cores=pinned))
         self._children += [Child(_Replica, self._setup, config, cores=pinned) for config in configs[1:]]
@@ -115,6 +118,18 @@ class WsyncBroadcast:
     def transfer_s(self) -> float:
         """Of the last round, the longest transfer to another host, from its order to pull to its last digest."""
         return float(self._trainer.call("transfer_s"))
+
+    def joining_round(self) -> float:
+        """Seconds of the transfer to a host that joins when the version is whole: nothing but holder to holder."""
+        self._prepare()
+        call_all(self._replicas, "leave")
+        published: Published = self._trainer.call("publish", self._round)
+        self._trainer.call("wait_sealed")
+        call_all(self._replicas, "join")
+        for replica in self._replicas:
+            replica.send("install", published.version)
+        self._check(published, [replica.result() for replica in self._replicas])
+        return self.transfer_s()
 
     def _run(self, install: str) -> float:
         self._prepare()
@@ -190,6 +205,17 @@ class _Trainer(Weights):
     def transfer_s(self) -> float:
         return max(holder.transfer_s for holder in self._publication.status().holders)
 
+    def wait_sealed(self) -> None:
+        """Return when this host's holder has hashed the version."""
+        assert self._publisher is not None
+        deadline = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(wsync.WsyncError):
+                self._publisher.digests(self._publication.version)
+                return
+            time.sleep(POLL_S)
+        raise TimeoutError(f"version {self._publication.version} was not sealed within {TIMEOUT_S} s")
+
     def publish_and_spin(self, step: int) -> tuple[Published, Spin]:
         published = self.publish(step)
         spin = self.spin(TIMEOUT_S)
@@ -223,6 +249,10 @@ class _Replica(Weights):
         started = time.monotonic()
         self._replica = wsync.Replica(CHANNEL, self.tensors, config=self._config)
         return time.monotonic() - started
+
+    def leave(self) -> None:
+        assert self._replica is not None
+        self._replica.close()
 
     def install(self, version: int) -> Installed:
         assert self._replica is not None
