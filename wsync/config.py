@@ -23,7 +23,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Identity of this host. `auto`: the Ray node id inside Ray, else the machine's boot id and network namespace."""
     listen: str = "127.0.0.1"
     """Address for control and data sockets; `node` means the address by which Ray knows this node."""
-    chunk_nbytes: int = 4 * MIB
+    chunk_nbytes: int = 8 * MIB
     """Unit of transfer, retry, relay and digest."""
     num_slots: int = 2
     """Staging slots per channel and host; each holds one version. Two keep one whole version beside the next."""

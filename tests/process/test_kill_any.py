@@ -35,8 +35,7 @@ class Coordinator:
     def start(self) -> None:
         with open(self._job.folder / "coordinator.log", "ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "wsync", "coordinator", "--token-file", str(self._token_file)]
-                + ["--port", str(self.port)],
+                [sys.executable, "-m", "wsync", "coordinator", *self._options()],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=self._job.env,
@@ -45,6 +44,9 @@ class Coordinator:
         address = self.process.stdout.readline().decode().strip()
         assert address.startswith("WSYNC_ADDRESS=127.0.0.1:"), (address, self._job.logs())
         self.port = int(address.rpartition(":")[2])
+
+    def _options(self) -> list[str]:
+        return ["--token-file", str(self._token_file), "--port", str(self.port)]
 
     def kill(self) -> None:
         self.process.kill()

@@ -20,7 +20,7 @@ from wsync.errors import ChecksumError, ErrorContext, TransferTimeout, Transport
 from wsync.memory import Slot
 from wsync.transports.base import Op, Peer, Read, Transport
 
-WINDOW = 6
+WINDOW = 16
 """Chunks asked for at once: enough that the next request is there before the last one is answered."""
 COOLDOWN_S = 0.5
 STALL_S = 30.0
