@@ -1,4 +1,4 @@
-"""Any one process is killed at a random moment of a transfer, again and again: no wrong byte, no hang, survivors go on."""
+"""Any one process is killed at a random moment of a transfer: no wrong byte, no hang, survivors go on."""
 
 from __future__ import annotations
 

@@ -356,11 +356,8 @@ class Holder:
         staging = channel.staging
         digest = message.manifest.digest()
         is_ours = slot.is_sealed and slot.channel_key == staging.channel_key(digest)
-        if not is_ours or staging.find(slot.version) or len(staging.slots) >= self.config.num_slots:
-            slot.close()
-            return Done()
-        is_right = await self._services.in_thread(digests_agree, slot)
-        if not is_right or staging.find(slot.version) or len(staging.slots) >= self.config.num_slots:
+        is_right = is_ours and await self._services.in_thread(digests_agree, slot)
+        if not is_right or not staging.has_room_to_adopt(slot.version):
             slot.close()
             return Done()
         if digest not in channel.manifests:

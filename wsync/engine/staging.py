@@ -147,7 +147,10 @@ class Staging:
             await self._drop_unfit(nbytes, chunk_nbytes)
             while len(self.slots) < self._config.num_slots:
                 slot = await asyncio.to_thread(Slot.reserve, nbytes, chunk_nbytes, arena=self._config.arena)
-                self.slots.append(HeldSlot(slot))
+                if len(self.slots) < self._config.num_slots:  # one may have been adopted meanwhile
+                    self.slots.append(HeldSlot(slot))
+                else:
+                    slot.close()
 
     async def take(self, version: int, nbytes: int, chunk_nbytes: int, phase: SlotPhase, timeout_s: float) -> HeldSlot:
         """A slot that now belongs to `version`, empty. Raises ArenaError, TransferTimeout naming the readers."""
@@ -245,6 +248,16 @@ class Staging:
         except TransferTimeout as exc:
             logger.warning("version %d of '%s': %s", held.version, self.channel, exc)
         self.wake()
+
+    def has_room_to_adopt(self, version: int) -> bool:
+        """Whether a whole slot of that version would be welcome; a free one gives way to it."""
+        if self.find(version) is not None:
+            return False
+        free = next((held for held in self.slots if held.phase is SlotPhase.FREE), None)
+        if len(self.slots) >= self._config.num_slots and free is not None:
+            self.slots.remove(free)
+            free.slot.close()
+        return len(self.slots) < self._config.num_slots
 
     def adopt(self, slot: Slot, step: int, manifest_digest: str) -> HeldSlot:
         """Take over a whole slot of the former holder. The caller has checked its digests."""
