@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+    _Move = tuple[int, Bytes | None, int, int]  # number of the tensor, its memory, where it lies in the lane
 
 MAX_THREADS = 4
 """More do not copy faster: a few cores fill the memory bus."""
@@ -89,7 +90,7 @@ class Tensors(ABC):
     """Copies may end later than the call that makes them; `finish` waits for them."""
 
     def __init__(self) -> None:
-        self._moves: tuple[Lane | None, list[tuple[int, int, int]]] = (None, [])
+        self._moves: tuple[Lane | None, list[_Move]] = (None, [])
 
     @abstractmethod
     def is_current(self, source: Any) -> bool:
@@ -116,18 +117,22 @@ class Tensors(ABC):
 
         into, step, said = np.frombuffer(slot.data, np.uint8), progress_nbytes(lane), 0
         with _Copier() as copier:
-            for index, offset, end in self._moves_of(lane):
-                raw = self.raw[index]
+            for index, raw, offset, end in self._moves_of(lane):
                 if raw is None:
                     self.store(index, into[offset:end])
-                for start in range(offset, end, PIECE_NBYTES):
-                    stop = min(end, start + PIECE_NBYTES)
-                    if raw is not None:
+                elif end - offset < SHARED_NBYTES:
+                    np.copyto(into[offset:end], raw)
+                else:
+                    for start in range(offset, end, step):
+                        stop = min(end, start + step)
                         copier.copy(into[start:stop], raw[start - offset : stop - offset])
-                    if stop - said >= step and not self.is_on_device:
-                        copier.join()
-                        said = stop
-                        progress(said)
+                        if stop < end and not self.is_on_device:
+                            copier.join()
+                            progress(stop)
+                if end - said >= step and not self.is_on_device:
+                    copier.join()
+                    said = end
+                    progress(said)
             copier.join()
         self.finish()
 
@@ -137,32 +142,31 @@ class Tensors(ABC):
 
         source = np.frombuffer(slot.data, np.uint8)
         with _Copier() as copier:
-            for index, offset, end in self._moves_of(lane):
-                raw = self.raw[index]
+            for index, raw, offset, end in self._moves_of(lane):
                 if raw is None:
                     self.load(index, source[offset:end])
-                    continue
-                for start in range(offset, end, PIECE_NBYTES):
-                    stop = min(end, start + PIECE_NBYTES)
-                    copier.copy(raw[start - offset : stop - offset], source[start:stop])
+                elif end - offset < SHARED_NBYTES:
+                    np.copyto(raw, source[offset:end])
+                else:
+                    copier.copy(raw, source[offset:end])
             copier.join()
         self.finish()
 
-    def _moves_of(self, lane: Lane) -> list[tuple[int, int, int]]:
-        """``(tensor, begin, end)`` of everything to copy for a lane, in its order."""
+    def _moves_of(self, lane: Lane) -> list[_Move]:
+        """Everything to copy for a lane, in its order."""
         if self._moves[0] is not lane:
             pairs = zip(self.manifest.tensors, lane.placements, strict=True)
             moves = [
-                (index, place.offset, place.offset + place.nbytes)
+                (index, self.raw[index], place.offset, place.offset + place.nbytes)
                 for index, (spec, place) in enumerate(pairs)
                 if place.nbytes and not spec.alias_of
             ]
-            self._moves = (lane, sorted(moves, key=operator.itemgetter(1)))
+            self._moves = (lane, sorted(moves, key=operator.itemgetter(2)))
         return self._moves[1]
 
 
 class _Copier:
-    """Copies byte ranges; large ones are collected and shared among threads, which numpy lets run at once."""
+    """Collects large copies and shares them among threads, which numpy lets run at once."""
 
     def __init__(self) -> None:
         import numpy as np
@@ -173,15 +177,14 @@ class _Copier:
         self._large: list[tuple[Bytes, Bytes]] = []
 
     def copy(self, target: Bytes, source: Bytes) -> None:
-        if len(target) < SHARED_NBYTES or self._num_threads == 1:
-            self._copyto(target, source)
-        else:
-            self._large.append((target, source))
+        """Copied when `join` returns."""
+        for start in range(0, len(target), PIECE_NBYTES):
+            self._large.append((target[start : start + PIECE_NBYTES], source[start : start + PIECE_NBYTES]))
 
     def join(self) -> None:
         """After this everything is copied."""
         pairs, self._large = self._large, []
-        if len(pairs) < 2:
+        if len(pairs) < 2 or self._num_threads == 1:
             self._copy_all(pairs)
             return
         if self._pool is None:

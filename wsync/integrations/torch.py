@@ -46,7 +46,7 @@ class TorchTensors(Tensors):
             specs.append(TensorSpec(name, dtype, shape, "" if first == name else first))
         self.manifest = Manifest(tuple(specs))
         self.raw = [_raw_bytes(tensor) if tensor.numel() else None for tensor in self._tensors]
-        self._identities = [_identity(tensor) for tensor in self._sources]
+        self._identities = _identities(self._sources)
         self._devices = {tensor.device for tensor in self._tensors if tensor.device.type != "cpu"}
         self.is_on_device = bool(self._devices)
 
@@ -58,7 +58,7 @@ class TorchTensors(Tensors):
         found = [named.get(name) for name in self._names]
         if not all(map(operator.is_, found, self._sources)):
             return False
-        return self._identities == [_identity(tensor) for tensor in self._sources]
+        return self._identities == _identities(self._sources)
 
     def store(self, index: int, block: Bytes) -> None:
         _typed(block, self.manifest.tensors[index]).copy_(self._tensors[index])
@@ -77,9 +77,12 @@ class TorchTensors(Tensors):
         return [_digest(tensor) for tensor in self._tensors]
 
 
-def _identity(tensor: torch.Tensor) -> tuple[int, int, bool]:
-    """Changes when the tensor's data is replaced, resized or transposed; cheap, since it is asked at every update."""
-    return tensor.data_ptr(), tensor.numel(), tensor.is_contiguous()
+def _identities(tensors: list[torch.Tensor]) -> list[tuple[int, int, bool]]:
+    """They change when a tensor's data is replaced, resized or transposed; cheap, since asked at every update."""
+    kind = torch.Tensor
+    return list(
+        zip(map(kind.data_ptr, tensors), map(kind.numel, tensors), map(kind.is_contiguous, tensors), strict=True)
+    )
 
 
 def _raw_bytes(tensor: torch.Tensor) -> Bytes | None:
