@@ -101,6 +101,24 @@ def test_the_seal_has_the_digest_of_every_chunk() -> None:
     run(script)
 
 
+def test_a_version_that_is_still_hashed_is_kept() -> None:
+    """The next publish may come before the last one is hashed: that one is on its way, and must not be given up."""
+
+    async def script(origin: Origin, held: HeldSlot, told: list[protocol.Message]) -> None:
+        fill(held, 5)
+        origin.packed(1)
+        reserved = await origin.reserve("i", "digest", NBYTES, protocol.ReserveSlot(8, "supersede", 10.0))
+        assert reserved.version == 2
+        announced = [message for message in told if isinstance(message, protocol.Announce)]
+        assert announced[-1].kept == (1,)
+        await until(lambda: sealed(told))
+        origin.packed(2)
+        await until(lambda: len(sealed(told)) == 2)
+        assert not [message for message in told if isinstance(message, protocol.Abandon)]
+
+    run(script)
+
+
 def test_a_given_up_version_is_abandoned_by_the_next() -> None:
     """A publish that failed half-way must not block the next one, and must not be sealed."""
 

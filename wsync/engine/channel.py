@@ -170,7 +170,8 @@ class Channel:
         for number, version in self.versions.items():
             if version.phase is VersionPhase.PENDING or number == message.replaces:
                 self._end(number, VersionPhase.SUPERSEDED, f"version {message.version} took its place")
-            if number not in message.kept and holder_id in version.holders and number < message.version:
+            receiver = version.holders.get(holder_id)
+            if receiver is not None and receiver.phase is HolderPhase.WHOLE and number not in message.kept:
                 del version.holders[holder_id]
         entry = _Version(message.step, message.nbytes, message.chunk_nbytes, message.manifest_digest, origin=holder_id)
         entry.holders[holder_id] = _Receiver()

@@ -38,11 +38,11 @@ class _Packing:
 
 
 class Origin:
-    """One per channel and holder. At most one version is being packed at a time."""
+    """One per channel and holder. At most one version is being packed at a time; earlier ones may still be digested."""
 
     def __init__(self, staging: Staging, services: HolderServices) -> None:
         self._staging, self._services = staging, services
-        self._packing: _Packing | None = None
+        self._packings: dict[int, _Packing] = {}
 
     async def reserve(
         self, incarnation: str, manifest_digest: str, nbytes: int, wish: protocol.ReserveSlot
@@ -71,9 +71,9 @@ class Origin:
         )
         staging.highest = version
         staging.begin(held, wish.step, manifest_digest)
-        self._packing = packing = _Packing(held)
+        packing = self._packings[version] = _Packing(held)
         packing.digesting = self._services.spawn(self._digest(packing))
-        kept = tuple(staging.whole_versions())
+        kept = tuple(other.version for other in staging.slots if other.is_filled and other is not held)
         self._services.tell(
             protocol.Announce(
                 channel=staging.channel,
@@ -105,8 +105,8 @@ class Origin:
         self.packed_to(version, packing.held.slot.nbytes)
 
     def _current(self, version: int) -> _Packing:
-        packing = self._packing
-        if packing is None or packing.held.version != version or packing.is_dropped:
+        packing = self._packings.get(version)
+        if packing is None or packing.is_dropped:
             raise StaleView(
                 f"version {version} of '{self._staging.channel}' is not being packed any more",
                 context=ErrorContext(channel=self._staging.channel, version=version, phase="publish"),
@@ -129,26 +129,26 @@ class Origin:
             logger.exception("version %d of '%s' could not be digested", held.version, self._staging.channel)
             self._services.tell(protocol.Abandon(self._staging.channel, held.version, f"digesting failed: {exc}"))
             raise
+        finally:
+            self._packings.pop(held.version, None)
         if not packing.is_dropped:
             self._staging.complete(held)
             self._services.tell(protocol.Sealed(self._staging.channel, held.version, tuple(held.slot.digests)))
 
     def drop_unpacked(self, reason: str) -> None:
         """A half-packed version ends, when its trainer has left or publishes anew; a packed one stays."""
-        packing = self._packing
-        if packing is not None and not packing.is_packed:
-            self._services.tell(protocol.Abandon(self._staging.channel, packing.held.version, reason))
-            self.abort(packing.held)
+        for packing in list(self._packings.values()):
+            if not packing.is_packed and not packing.is_dropped:
+                self._services.tell(protocol.Abandon(self._staging.channel, packing.held.version, reason))
+                self.abort(packing.held)
 
     def abort(self, held: HeldSlot) -> None:
         """Drop a version of ours, unless somebody is installing it."""
-        digesting = None
-        if self._packing is not None and self._packing.held is held:
-            digesting = self._packing.digesting
-            if held.phase is SlotPhase.PACKING:
-                self._packing.is_dropped = True
-                self._packing.grown.set()
-                self._packing = None
+        packing = self._packings.get(held.version)
+        if packing is not None:
+            packing.is_dropped = True
+            packing.grown.set()
+        digesting = packing.digesting if packing is not None else None
         self._services.spawn(self._discard(held, held.version, digesting))
 
     async def _discard(self, held: HeldSlot, version: int, digesting: asyncio.Task[None] | None) -> None:

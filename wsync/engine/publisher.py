@@ -5,6 +5,7 @@ One copy in this process, a few small messages, no thread. Everything else happe
 
 from __future__ import annotations
 
+import operator
 import secrets
 import threading
 import time
@@ -16,10 +17,11 @@ from wsync.config import Config
 from wsync.engine import protocol
 from wsync.engine.link import Link
 from wsync.engine.protocol import Message, OnBusy, WaitPhase
-from wsync.engine.session import default_member_id, find_holder
+from wsync.engine.session import checked_channel, default_member_id, find_holder
 from wsync.engine.tensors import live_tensors
 from wsync.errors import (
     CommitError,
+    ConfigError,
     ErrorContext,
     ManifestMismatch,
     MembershipError,
@@ -56,7 +58,9 @@ class Publisher:
         member_id: str = "",
         config: Config | None = None,
     ) -> None:
-        self.channel = channel
+        self.channel = checked_channel(channel)
+        if on_busy not in ("wait", "skip", "supersede"):
+            raise ConfigError(f"on_busy must be wait, skip or supersede, not {on_busy!r}")
         self.config = config or Config.from_env()
         self.member_id = member_id or default_member_id("trainer")
         self._source, self._names, self._on_busy = source, names, on_busy
@@ -100,10 +104,16 @@ class Publisher:
     def publish(self, step: int, *, timeout_s: float = 60.0) -> Publication:
         """Snapshot the live tensors as the next version. When this returns, training may change them.
 
+        `step` is a label of yours, an integer that travels with the version.
+
         The bytes are then in a slot of this host's holder, which digests and sends them. A holder that dies meanwhile
         is replaced and the snapshot is taken again. Raises ManifestMismatch when the tensors are not those of the
         channel any more, TransferTimeout naming the readers when no slot becomes free, PublishError after `close`.
         """
+        try:
+            step = operator.index(step)
+        except TypeError:
+            raise ConfigError(f"step must be an integer, not {step!r}", hint="it is a label of yours") from None
         with self._lock:
             if self._is_closed:
                 raise PublishError(

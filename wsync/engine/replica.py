@@ -19,7 +19,7 @@ from wsync.config import Config
 from wsync.engine import protocol
 from wsync.engine.link import GRACE_S, Link
 from wsync.engine.protocol import Message
-from wsync.engine.session import default_member_id, find_holder
+from wsync.engine.session import checked_channel, default_member_id, find_holder
 from wsync.engine.tensors import Tensors, live_tensors
 from wsync.errors import (
     ChannelError,
@@ -70,7 +70,7 @@ class Replica:
         member_id: str = "",
         config: Config | None = None,
     ) -> None:
-        self.channel = channel
+        self.channel = checked_channel(channel)
         self.config = config or Config.from_env()
         self.member_id = member_id or default_member_id("replica")
         self._target, self._names = target, tuple(names) if names is not None else None
@@ -184,6 +184,11 @@ class Replica:
         The version left behind is not installed again by `commit_latest`. Raises CommitError listing the kept
         versions when it is not on this host any more: its slot is reused when the version after next arrives.
         """
+        if not version and self._version < 2:
+            raise CommitError(
+                f"there is no version before {self._version}",
+                context=ErrorContext(channel=self.channel, phase="rollback"),
+            )
         newest = version or self._version - 1
         commit = self._commit(version or 1, newest, timeout_s=0.0) if newest > 0 else None
         if commit is None:

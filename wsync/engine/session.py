@@ -56,6 +56,13 @@ class HolderOrder(msgspec.Struct, frozen=True):
     address: tuple[str, int] | None
 
 
+def checked_channel(name: object) -> str:
+    """The name of a channel. Raises ConfigError for one that cannot be used."""
+    if not isinstance(name, str) or not 0 < len(name.encode()) <= 512:
+        raise ConfigError(f"a channel is a name of 1 to 512 bytes, not {name!r}")
+    return name
+
+
 def default_member_id(role: str) -> str:
     """Unique on the machine, the same for an actor that Ray restarts."""
     ray = _running_ray()

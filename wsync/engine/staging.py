@@ -240,9 +240,12 @@ class Staging:
 
     async def discard(self, held: HeldSlot, version: int) -> None:
         """Drop the version if it is still in the slot and nobody installs it."""
-        if held.lessees or held.version != version or not held.is_filled:
+        if held.version != version:
             return
         held.is_flying = False
+        if held.lessees or not held.is_filled:
+            self.wake()
+            return
         try:
             await self._vacate(held)
         except TransferTimeout as exc:
