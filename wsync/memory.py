@@ -187,14 +187,10 @@ class Slot:
         return False
 
     def close(self) -> None:
-        """Give the slot up. Its memory is unmapped when the last view (a tensor over it, a running read) is dropped."""
-        if self.fd < 0:
-            return
-        os.close(self.fd)
-        self.fd = -1
-        self.data = self.ready = memoryview(b"")
-        self.digests = memoryview(b"").cast("Q")
-        del self._map  # views keep the mapping alive: closing it here could pull memory from under a copy
+        """Give the slot up. Its memory is unmapped when the slot and its last view (a running copy) are dropped."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
 def _tail_offsets(nbytes: int, chunk_nbytes: int) -> tuple[int, int]:

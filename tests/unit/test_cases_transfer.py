@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -87,14 +86,13 @@ def pull(slot: Slot, transport: FakeTransport, sources: str, *, digests: list[in
     """Run one transfer to its end."""
 
     async def run() -> LanePull:
-        with ThreadPoolExecutor(1) as threads:
-            peers = PeerTable({"fake": transport}, "here")  # type: ignore[dict-item]
-            lane_pull = LanePull(slot, "c@5", peers=peers, digest_threads=threads, on_hop_failed=lambda *_: None)
-            lane_pull.set_sources(tuple(Source(name, name, {"fake": name.encode()}) for name in sources), 1.0)
-            lane_pull.set_digests(DIGESTS if digests is None else digests)
-            async with asyncio.timeout(60.0):
-                await lane_pull.run()
-            return lane_pull
+        peers = PeerTable({"fake": transport}, "here")  # type: ignore[dict-item]
+        lane_pull = LanePull(slot, "c@5", peers=peers, on_hop_failed=lambda *_: None)
+        lane_pull.set_sources(tuple(Source(name, name, {"fake": name.encode()}) for name in sources), 1.0)
+        lane_pull.set_digests(DIGESTS if digests is None else digests)
+        async with asyncio.timeout(60.0):
+            await lane_pull.run()
+        return lane_pull
 
     return asyncio.run(run())
 

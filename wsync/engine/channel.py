@@ -25,6 +25,7 @@ from wsync.engine.protocol import (
     ChannelReport,
     Committed,
     Flight,
+    Known,
     Message,
     Prepare,
     Pull,
@@ -43,6 +44,7 @@ Order = tuple[str, Message]
 
 PATIENCE_S = 30.0
 RECOVERY_PATIENCE_S = 0.5
+RETRY_S = 2.0
 NUM_REMEMBERED = 16
 
 
@@ -72,6 +74,7 @@ class _Receiver:
     error: str = ""
     sources: tuple[str, ...] = ()  # as ordered last
     ready: bytes | None = None  # its answer while the origin is lost
+    retry_at: float | None = None  # after a failure: when it is asked again, if this is still the newest version
 
 
 @dataclass
@@ -136,7 +139,14 @@ class Channel:
         if former is not None and former.incarnation == report.incarnation:
             entry.pauses, entry.errors = former.pauses, former.errors
         self.replicas[report.member_id] = entry
-        self.highest = max(self.highest, report.committed_version)
+        self._remember(report.committed_version)
+
+    def _remember(self, number: int) -> None:
+        """Somebody knows this version: the trainer's next one must be newer."""
+        if number > self.highest:
+            self.highest = number
+            if self.trainer is not None:
+                self._orders.append((self.trainer.holder_id, Known(self.name, number)))
 
     def member_gone(self, member_id: str, incarnation: str) -> None:
         """A message about a former incarnation changes nothing."""
@@ -226,7 +236,7 @@ class Channel:
     # --- holders
     def restore(self, holder_id: str, report: ChannelReport, view: View) -> None:
         """What a holder says of the channel when it (re)connects. The coordinator may know nothing else."""
-        self.highest = max(self.highest, report.highest_version)
+        self._remember(report.highest_version)
         for manifest in report.manifests:
             self.manifests[manifest.digest()] = manifest
         for replica in report.replicas:
@@ -246,7 +256,7 @@ class Channel:
         if version.is_over:  # it was given up while this holder was away: nobody may serve it
             self._orders.append((holder_id, Abort(self.name, report.version, version.error)))
             return
-        self.highest = max(self.highest, report.version)
+        self._remember(report.version)
         if report.is_origin:
             version.origin = holder_id
         if report.digests and not version.is_sealed:
@@ -277,6 +287,7 @@ class Channel:
             self._start_next(now, transfer_timeout_s)
             number = self._on_its_way() or self.newest_staged(view)
             if number:
+                self._retry(number, now)
                 self._feed(number, view)
             if not self._finish(now):
                 orders, self._orders = self._orders, []
@@ -304,6 +315,17 @@ class Channel:
             version.phase = VersionPhase.TRANSFERRING
             version.deadline = now + transfer_timeout_s
             self._orders.append((version.origin, Flight(self.name, max(pending), True)))
+
+    def _retry(self, number: int, now: float) -> None:
+        """A host that failed may fetch the newest version later, when nobody waits for it."""
+        version = self.versions[number]
+        for receiver in version.holders.values():
+            if receiver.phase is not HolderPhase.FAILED:
+                receiver.retry_at = None
+            elif receiver.retry_at is None:
+                receiver.retry_at = now + RETRY_S
+            elif now >= receiver.retry_at and version.phase is VersionPhase.STAGED:
+                receiver.phase, receiver.sources, receiver.retry_at = HolderPhase.PULLING, (), None
 
     def _feed(self, number: int, view: View) -> None:
         """Order a `Pull` for every holder that needs the version and whose sources are new."""

@@ -22,7 +22,10 @@ from wsync.transports.base import Op, Peer, Read, Transport
 
 WINDOW = 16
 """Chunks asked for at once: enough that the next request is there before the last one is answered."""
-COOLDOWN_S = 0.5
+COOLDOWN_S, MAX_COOLDOWN_S = 0.5, 30.0
+"""A source that failed is left for so long; twice as long each time, until it delivers again."""
+IMPATIENCE_S = 3.0
+"""How long a read waits at a source for a chunk that is not there, while there are others to ask."""
 STALL_S = 30.0
 MAX_REFETCHES = 3
 CONNECT_TIMEOUT_S = 5.0
@@ -94,6 +97,7 @@ class LanePull:
         self._sources: tuple[Source, ...] = ()
         self._patience_s = 30.0
         self._cooling: dict[str, float] = {}
+        self._cooldown_s: dict[str, float] = {}
         self._todo: deque[int] = deque(range(slot.num_chunks))
         self._num_open = slot.num_chunks
         self._came_from: dict[int, str] = {}
@@ -185,7 +189,8 @@ class LanePull:
         transport, peer = await self._peers.peer(source)
         offset, nbytes = self._slot.chunk_range(chunk)
         into = self._slot.chunk_data(chunk)
-        op = transport.post_read(peer, [Read(self._key, offset, into)], timeout_s=self._patience_s)
+        patience_s = min(self._patience_s, IMPATIENCE_S) if len(self._sources) > 1 else self._patience_s
+        op = transport.post_read(peer, [Read(self._key, offset, into)], timeout_s=patience_s)
         digest: list[int] = []
         try:
             # Hashed by the thread that received it, while it is in that core's cache.
@@ -194,6 +199,7 @@ class LanePull:
             if not op.is_done:  # we are cancelled: nothing may write into the slot any more
                 await asyncio.shield(asyncio.to_thread(transport.cancel, op))
         self._came_from[chunk] = source.holder_id
+        self._cooldown_s.pop(source.holder_id, None)
         self.nbytes_received += nbytes
         self._slot.digests[chunk] = digest[0]
         self._slot.mark_ready([chunk])
@@ -228,7 +234,9 @@ class LanePull:
             self._on_hop_failed(source.holder_id, error.problem)
             forget = asyncio.ensure_future(self._peers.forget(source.holder_id))
             forget.add_done_callback(lambda t: t.cancelled() or t.exception())
-        self._cooling[source.holder_id] = time.monotonic() + COOLDOWN_S
+            cooldown_s = self._cooldown_s.get(source.holder_id, COOLDOWN_S)
+            self._cooldown_s[source.holder_id] = min(2 * cooldown_s, MAX_COOLDOWN_S)
+            self._cooling[source.holder_id] = time.monotonic() + cooldown_s
 
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

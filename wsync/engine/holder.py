@@ -373,6 +373,9 @@ class Holder:
         match message:
             case protocol.Pull():
                 self._channel(message.channel).receiver.pull(message)
+            case protocol.Known(name, version):
+                staging = self._channel(name).staging
+                staging.highest = max(staging.highest, version)
             case protocol.Prepare(name, nbytes):
                 self._services.spawn(self._provide(self._channel(name), nbytes))
             case protocol.Seal(name, version, digests):

@@ -31,6 +31,7 @@ logger = logging.getLogger("wsync")
 PURPOSE = "member"
 GRACE_S = 5.0
 """The holder answers by a request's deadline; one that has not answered so much later hangs."""
+MAX_REFUSED = 3
 _RECV_NBYTES = 1 << 18
 _ANCILLARY_NBYTES = socket.CMSG_SPACE(protocol.MAX_DESCRIPTORS * array.array("i").itemsize)
 
@@ -118,7 +119,7 @@ class _Connection:
         try:
             if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 return
-            received, ancillary, _, _ = self.sock.recvmsg(_RECV_NBYTES, _ANCILLARY_NBYTES)
+            received, ancillary, _, _ = self.sock.recvmsg(_RECV_NBYTES, _ANCILLARY_NBYTES, socket.MSG_CMSG_CLOEXEC)
             if not received:
                 raise ConnectionResetError
             self._buffer.feed(received, descriptors_of(ancillary))
@@ -166,7 +167,7 @@ class Link:
     ) -> None:
         self._locate = locate
         self._attach = attach
-        self._is_writer = is_writer
+        self.is_writer = is_writer
         self._join_timeout_s = join_timeout_s
         self._lock = threading.RLock()
         self._connection: _Connection | None = None
@@ -215,10 +216,15 @@ class Link:
             return self._connection
 
     def _join(self, deadline: float, former: _Connection | None) -> _Connection:
-        pause_s = 0.01
+        pause_s, num_refused = 0.01, 0
         while True:
             try:
                 return self._join_once(deadline, former)
+            except AuthError:  # also what a holder looks like that is killed in the middle of the handshake
+                num_refused += 1
+                if num_refused >= MAX_REFUSED:
+                    raise
+                time.sleep(0.05)
             except (ConnectError, PeerLost) as exc:  # it died in between, or is not up yet
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -259,7 +265,11 @@ class Link:
     def _answer(
         self, connection: _Connection, request_id: int, what: str, deadline: float
     ) -> tuple[Message, list[int]]:
-        answer = connection.receive(request_id, deadline)
+        try:
+            answer = connection.receive(request_id, deadline)
+        except BaseException:
+            connection.give_up()  # interrupted: what the holder grants later nobody would give back
+            raise
         if answer is None:
             connection.give_up()  # a late answer could be a lease that nobody gives back
             raise TransferTimeout(
@@ -271,29 +281,16 @@ class Link:
             raise answer[0].error.build()
         return answer
 
+    def pin(self, *, timeout_s: float) -> Pinned:
+        """The present connection, for requests that belong together: no other holder may answer one of them."""
+        return Pinned(self, self._connected(time.monotonic() + min(self._join_timeout_s, timeout_s)))
+
     def ask(self, message: Message, *, timeout_s: float, grace_s: float = GRACE_S) -> Message:
         """One request and its reply. Raises PeerLost when the holder dies meanwhile; the caller knows what to repeat.
 
         The holder answers within `timeout_s`; `grace_s` more is the deadline for a holder that hangs.
         """
-        connection = self._connected(time.monotonic() + min(self._join_timeout_s, timeout_s + grace_s))
-        return self._ask(connection, message, time.monotonic() + timeout_s + grace_s)
-
-    def tell(self, message: Message) -> None:
-        """A notice. Raises PeerLost when the holder has gone."""
-        self._connected(time.monotonic() + self._join_timeout_s).send(message, is_request=False)
-
-    def slot(self, slot_id: int, *, timeout_s: float) -> Slot:
-        """The mapped slot; mapped once and kept for as long as the holder lives."""
-        connection = self._connected(time.monotonic() + self._join_timeout_s)
-        slot = connection.slots.get(slot_id)
-        if slot is None:
-            request_id = connection.send(FetchSlot(slot_id), is_request=True)
-            _, descriptors = self._answer(connection, request_id, "FetchSlot", time.monotonic() + timeout_s)
-            slot = Slot.attach(descriptors[0], is_writable=self._is_writer)
-            slot.prefault()
-            connection.slots[slot_id] = slot
-        return slot
+        return self.pin(timeout_s=timeout_s + grace_s).ask(message, timeout_s=timeout_s, grace_s=grace_s)
 
     def close(self) -> None:
         """Leave: the holder sees the connection close and drops leases at once. Idempotent."""
@@ -301,3 +298,34 @@ class Link:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
+
+
+class Pinned:
+    """One connection of a link. Raises PeerLost once that holder has gone, also when the link has joined the next."""
+
+    def __init__(self, link: Link, connection: _Connection) -> None:
+        self._link, self._connection = link, connection
+
+    @property
+    def is_broken(self) -> bool:
+        return self._connection.is_broken
+
+    def ask(self, message: Message, *, timeout_s: float, grace_s: float = GRACE_S) -> Message:
+        """As `Link.ask`."""
+        return self._link._ask(self._connection, message, time.monotonic() + timeout_s + grace_s)
+
+    def tell(self, message: Message) -> None:
+        """A notice."""
+        self._connection.send(message, is_request=False)
+
+    def slot(self, slot_id: int, *, timeout_s: float) -> Slot:
+        """The mapped slot; mapped once and kept for as long as the holder lives."""
+        slot = self._connection.slots.get(slot_id)
+        if slot is None:
+            request_id = self._connection.send(FetchSlot(slot_id), is_request=True)
+            deadline = time.monotonic() + timeout_s
+            _, descriptors = self._link._answer(self._connection, request_id, "FetchSlot", deadline)
+            slot = Slot.attach(descriptors[0], is_writable=self._link.is_writer)
+            slot.prefault()
+            self._connection.slots[slot_id] = slot
+        return slot

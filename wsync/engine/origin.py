@@ -69,6 +69,7 @@ class Origin:
             SlotPhase.PACKING,
             max(0.0, deadline - asyncio.get_running_loop().time()),
         )
+        held.version = version = max(version, staging.highest + 1)  # it may have heard of others meanwhile
         staging.highest = version
         staging.begin(held, wish.step, manifest_digest)
         packing = self._packings[version] = _Packing(held)

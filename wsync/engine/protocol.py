@@ -341,6 +341,13 @@ class Prepare(Message, frozen=True):
     nbytes: int
 
 
+class Known(Message, frozen=True):
+    """To the trainer's holder: somebody remembers this version, so the next ones must be newer."""
+
+    channel: str
+    version: int
+
+
 class Seal(Message, frozen=True):
     channel: str
     version: int

@@ -15,10 +15,10 @@ from typing import Any, Self
 
 from wsync.config import Config
 from wsync.engine import protocol
-from wsync.engine.link import Link
+from wsync.engine.link import Link, Pinned
 from wsync.engine.protocol import Message, OnBusy, WaitPhase
 from wsync.engine.session import checked_channel, default_member_id, find_holder
-from wsync.engine.tensors import live_tensors
+from wsync.engine.tensors import Tensors, live_tensors
 from wsync.errors import (
     CommitError,
     ConfigError,
@@ -114,6 +114,8 @@ class Publisher:
             step = operator.index(step)
         except TypeError:
             raise ConfigError(f"step must be an integer, not {step!r}", hint="it is a label of yours") from None
+        if not -(2**63) <= step < 2**63:
+            raise ConfigError(f"step must fit into 64 bits, not {step}")
         with self._lock:
             if self._is_closed:
                 raise PublishError(
@@ -127,26 +129,32 @@ class Publisher:
             self._check_unchanged(live.manifest)
             self._live = live
             while True:
+                holder = self._link.pin(timeout_s=max(0.1, deadline - time.monotonic()))
                 try:
-                    version, nbytes = self._snapshot(live, step, max(0.0, deadline - time.monotonic()))
+                    version, nbytes = self._snapshot(holder, live, step, max(0.0, deadline - time.monotonic()))
                     break
-                except (PeerLost, StaleView) as exc:
-                    if time.monotonic() >= deadline or (isinstance(exc, StaleView) and not self._link.is_broken):
+                except (PeerLost, StaleView):
+                    if time.monotonic() >= deadline or not holder.is_broken:
                         raise
             if version:
                 self._last_version = version
                 self._steps = {v: s for v, s in self._steps.items() if v > version - 8} | {version: step}
             return Publication(self, version, step, time.monotonic() - started, nbytes)
 
-    def _snapshot(self, live: Any, step: int, timeout_s: float) -> tuple[int, int]:
-        reply = self._link.ask(protocol.ReserveSlot(step, self._on_busy, timeout_s), timeout_s=timeout_s)
+    def _snapshot(self, holder: Pinned, live: Tensors, step: int, timeout_s: float) -> tuple[int, int]:
+        reply = holder.ask(protocol.ReserveSlot(step, self._on_busy, timeout_s), timeout_s=timeout_s)
         assert isinstance(reply, protocol.SlotReserved)
         version = reply.version
         if not version:
             return 0, 0
-        slot = self._link.slot(reply.slot_id, timeout_s=10.0)
-        live.pack(slot, self._lane, lambda nbytes: self._link.tell(protocol.PackedTo(version, nbytes)))
-        self._link.ask(protocol.Packed(version), timeout_s=10.0)
+        slot = holder.slot(reply.slot_id, timeout_s=10.0)
+        if slot.version != version or slot.is_sealed:
+            raise StaleView(
+                f"the slot for version {version} holds version {slot.version}",
+                context=ErrorContext(channel=self.channel, version=version, phase="publish"),
+            )
+        live.pack(slot, self._lane, lambda nbytes: holder.tell(protocol.PackedTo(version, nbytes)))
+        holder.ask(protocol.Packed(version), timeout_s=10.0)
         return version, self._lane.nbytes
 
     def _check_unchanged(self, manifest: Manifest) -> None:

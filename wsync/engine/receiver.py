@@ -94,7 +94,7 @@ class Receiver:
                 order.nbytes,
                 order.chunk_nbytes,
                 SlotPhase.PULLING,
-                self._services.config.transfer_timeout_s,
+                self._services.config.lost_after_s,  # who has no slot must not hold up the others; it is asked again
             )
             self._staging.begin(held, order.step, order.manifest_digest)
             pull.lane_pull = LanePull(

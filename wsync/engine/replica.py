@@ -17,7 +17,7 @@ import msgspec
 
 from wsync.config import Config
 from wsync.engine import protocol
-from wsync.engine.link import GRACE_S, Link
+from wsync.engine.link import GRACE_S, Link, Pinned
 from wsync.engine.protocol import Message
 from wsync.engine.session import checked_channel, default_member_id, find_holder
 from wsync.engine.tensors import Tensors, live_tensors
@@ -137,7 +137,7 @@ class Replica:
             self._link.rejoin_behind()
             return None
         try:
-            return self._commit(self._floor + 1, 0, timeout_s=0.0, grace_s=LATEST_GRACE_S)
+            return self._commit(self._next_version(), 0, timeout_s=0.0, grace_s=LATEST_GRACE_S)
         except (PeerLost, StaleView, TransferTimeout):
             return None
 
@@ -149,17 +149,21 @@ class Replica:
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            if self._version >= min_version:
+            if self._version >= min_version and not self._is_torn:
                 return Commit(self._version, self._steps.get(self._version, (0, ""))[0], 0.0, 0)
             left = max(0.0, deadline - time.monotonic())
             try:
-                commit = self._commit(max(self._floor + 1, min_version), 0, timeout_s=left)
+                commit = self._commit(max(self._next_version(), min_version), 0, timeout_s=left)
             except (PeerLost, StaleView):
                 commit = None
             if commit is not None:
                 return commit
             if time.monotonic() >= deadline:
                 raise self._not_there(min_version, timeout_s)
+
+    def _next_version(self) -> int:
+        """The oldest version that is news. After a commit that failed half-way the present one is news too."""
+        return max(1, self._version) if self._is_torn else self._floor + 1
 
     def _not_there(self, min_version: int, timeout_s: float) -> WsyncError:
         context = ErrorContext(channel=self.channel, version=min_version, phase="stage", elapsed_s=timeout_s)
@@ -189,8 +193,9 @@ class Replica:
                 f"there is no version before {self._version}",
                 context=ErrorContext(channel=self.channel, phase="rollback"),
             )
-        newest = version or self._version - 1
-        commit = self._commit(version or 1, newest, timeout_s=0.0) if newest > 0 else None
+        with self._lock:
+            newest = version or self._version - 1
+            commit = self._commit(version or 1, newest, timeout_s=0.0) if newest > 0 else None
         if commit is None:
             raise CommitError(
                 f"version {version or 'before ' + str(self._version)} is not kept on this host",
@@ -205,34 +210,61 @@ class Replica:
         if self._is_closed:
             raise CommitError(f"this replica of '{self.channel}' is closed", hint="create a new Replica")
         wish = protocol.LeaseVersion(min_version, max_version, timeout_s)
-        leased = self._link.ask(wish, timeout_s=timeout_s, grace_s=grace_s)
+        holder = self._link.pin(timeout_s=timeout_s + grace_s)
+        leased = holder.ask(wish, timeout_s=timeout_s, grace_s=grace_s)
         assert isinstance(leased, protocol.VersionLeased)
         if not leased.version:
             return None
         with self._lock:
+            if not max_version and leased.version < self._next_version():  # another thread was faster
+                self._release(holder, leased.version, is_committed=False, pause_s=0.0, error="")
+                return None
             try:
-                commit = self._install(leased)
-            except PeerLost:
-                raise
-            except BaseException as exc:
-                self._release(leased.version, is_committed=False, pause_s=0.0, error=str(exc))
-                raise
-            self._release(leased.version, is_committed=True, pause_s=commit.pause_s, error="")
-            return commit
+                return self._install_and_release(holder, leased)
+            except CommitError as exc:
+                commit = self._reinstall(exc) if self._is_torn else None
+                if commit is None:
+                    raise
+                return commit
 
-    def _install(self, leased: protocol.VersionLeased) -> Commit:
+    def _install_and_release(self, holder: Pinned, leased: protocol.VersionLeased) -> Commit:
+        try:
+            commit = self._install(holder, leased)
+        except PeerLost:
+            raise
+        except BaseException as exc:
+            self._release(holder, leased.version, is_committed=False, pause_s=0.0, error=str(exc))
+            raise
+        self._release(holder, leased.version, is_committed=True, pause_s=commit.pause_s, error="")
+        return commit
+
+    def _reinstall(self, cause: CommitError) -> Commit | None:
+        """The tensors are torn, so nothing can be served: take the newest version, from whichever holder is next."""
+        deadline = time.monotonic() + self.config.join_timeout_s
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                holder = self._link.pin(timeout_s=left)
+                leased = holder.ask(protocol.LeaseVersion(self._next_version(), 0, left), timeout_s=left)
+                assert isinstance(leased, protocol.VersionLeased)
+                return self._install_and_release(holder, leased) if leased.version else None
+            except (PeerLost, StaleView):
+                continue
+            except WsyncError as exc:
+                cause.add_note(f"and no other version could be installed: {exc}")
+                return None
+        return None
+
+    def _install(self, holder: Pinned, leased: protocol.VersionLeased) -> Commit:
         live = self._current()
         lane = self._agree(leased.manifest_digest, live.manifest)
-        slot = self._link.slot(leased.slot_id, timeout_s=10.0)
-        if slot.version != leased.version or not slot.is_sealed:
-            raise CommitError(
-                f"the slot of version {leased.version} holds version {slot.version}",
-                context=ErrorContext(channel=self.channel, version=leased.version, phase="commit"),
-            )
+        slot = holder.slot(leased.slot_id, timeout_s=10.0)
+        self._check_slot(slot, leased.version)
         started = time.monotonic()
         self._is_torn = True  # until every tensor is written
         try:
             live.install(slot, lane)
+            # A holder that died has forgotten our lease, and its successor may have given the slot to another version.
+            self._check_slot(slot, leased.version)
         except BaseException as exc:
             self._restore(live, exc, leased.version)
             raise CommitError(
@@ -248,6 +280,13 @@ class Replica:
         self._steps = {v: s for v, s in self._steps.items() if v in leased.kept or v == leased.version}
         return Commit(leased.version, leased.step, pause_s, lane.nbytes)
 
+    def _check_slot(self, slot: Slot, version: int) -> None:
+        if slot.version != version or not slot.is_sealed:
+            raise CommitError(
+                f"the slot of version {version} has gone to version {slot.version}",
+                context=ErrorContext(channel=self.channel, version=version, phase="commit"),
+            )
+
     def _current(self) -> Tensors:
         self._live = live_tensors(self._target, self._names, is_target=True, former=self._live)
         return self._live
@@ -257,13 +296,17 @@ class Replica:
         if not self._version or self._version == failed_version:
             return
         try:
-            leased = self._link.ask(protocol.LeaseVersion(self._version, self._version, 0.0), timeout_s=0.0)
+            holder = self._link.pin(timeout_s=GRACE_S)
+            leased = holder.ask(protocol.LeaseVersion(self._version, self._version, 0.0), timeout_s=0.0)
             assert isinstance(leased, protocol.VersionLeased)
             if leased.version == self._version:
                 lane = self._agree(leased.manifest_digest, live.manifest)  # of that version, which may lie otherwise
-                live.install(self._link.slot(leased.slot_id, timeout_s=10.0), lane)
+                slot = holder.slot(leased.slot_id, timeout_s=10.0)
+                self._check_slot(slot, leased.version)
+                live.install(slot, lane)
+                self._check_slot(slot, leased.version)
                 self._is_torn = False
-                self._release(leased.version, is_committed=False, pause_s=0.0, error="")
+                self._release(holder, leased.version, is_committed=False, pause_s=0.0, error="")
         except Exception as exc:
             cause.add_note(f"the former version could not be restored either: {exc}")
 
@@ -283,9 +326,9 @@ class Replica:
         self._agreed = (manifest_digest, ours, lane)
         return lane
 
-    def _release(self, version: int, *, is_committed: bool, pause_s: float, error: str) -> None:
+    def _release(self, holder: Pinned, version: int, *, is_committed: bool, pause_s: float, error: str) -> None:
         try:
-            self._link.ask(protocol.ReleaseVersion(version, is_committed, pause_s, error), timeout_s=5.0)
+            holder.ask(protocol.ReleaseVersion(version, is_committed, pause_s, error), timeout_s=5.0)
         except (PeerLost, TransferTimeout):
             pass  # the holder has gone and the lease with it; the next one learns our version when we attach
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -25,7 +26,7 @@ from wsync.memory import Slot, check_room
 from wsync.transports.base import Transport
 
 logger = logging.getLogger("wsync")
-_slot_ids = itertools.count(1)
+_slot_ids = itertools.count(secrets.randbits(40))  # no two holders use the same
 WITHDRAW_TIMEOUT_S = 10.0
 
 
@@ -146,24 +147,36 @@ class Staging:
         async with self._lock:
             await self._drop_unfit(nbytes, chunk_nbytes)
             while len(self.slots) < self._config.num_slots:
-                slot = await asyncio.to_thread(Slot.reserve, nbytes, chunk_nbytes, arena=self._config.arena)
+                slot = await self._reserve(nbytes, chunk_nbytes)
                 if len(self.slots) < self._config.num_slots:  # one may have been adopted meanwhile
                     self.slots.append(HeldSlot(slot))
                 else:
                     slot.close()
 
+    async def _reserve(self, nbytes: int, chunk_nbytes: int) -> Slot:
+        reserving = asyncio.ensure_future(
+            asyncio.to_thread(Slot.reserve, nbytes, chunk_nbytes, arena=self._config.arena)
+        )
+        try:
+            return await asyncio.shield(reserving)
+        except asyncio.CancelledError:  # whoever asked has left; the thread cannot be stopped
+            reserving.add_done_callback(_close_reserved)
+            raise
+
     async def take(self, version: int, nbytes: int, chunk_nbytes: int, phase: SlotPhase, timeout_s: float) -> HeldSlot:
-        """A slot that now belongs to `version`, empty. Raises ArenaError, TransferTimeout naming the readers."""
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        """A slot that now belongs to `version`, empty. Raises ArenaError, TransferTimeout naming the readers.
+
+        The time-out is for slots in use; reserving new ones takes as long as it takes.
+        """
         await self.provide(nbytes, chunk_nbytes)
         async with self._lock:
+            deadline = asyncio.get_running_loop().time() + timeout_s
             while True:
                 await self._drop_unfit(nbytes, chunk_nbytes)
                 held = self._choose(nbytes, chunk_nbytes)
-                is_late = asyncio.get_running_loop().time() > deadline  # whoever asked has given up
-                if held is not None and not is_late:
+                if held is not None:
                     break
-                if is_late or not await self.wait_change(deadline):
+                if not await self.wait_change(deadline):
                     raise self._nothing_free(version, timeout_s)
             await self._vacate(held)
             held.phase, held.version = phase, version
@@ -283,3 +296,8 @@ class Staging:
         for held in list(self.slots):
             self.slots.remove(held)
             held.slot.close()
+
+
+def _close_reserved(reserving: asyncio.Future[Slot]) -> None:
+    if not reserving.cancelled() and reserving.exception() is None:
+        reserving.result().close()

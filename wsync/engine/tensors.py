@@ -210,6 +210,61 @@ class _Copier:
             self._pool.shutdown()
 
 
+class Memory:
+    """A block of memory for numpy, which neither copies nor frees it; its owner must be kept alive."""
+
+    def __init__(self, pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> None:
+        kind = "|u1" if itemsize == 1 else f"|V{itemsize}"
+        self.__array_interface__ = {
+            "data": (pointer, False),
+            "shape": shape,
+            "strides": strides,
+            "typestr": kind,
+            "version": 3,
+        }
+
+
+Extent = tuple[str, int, tuple[int, ...], tuple[int, ...], int]
+"""Name, pointer, shape, strides in bytes, and itemsize of a tensor's memory."""
+
+
+def check_separate(extents: Sequence[Extent]) -> None:
+    """Raise ManifestMismatch unless no byte belongs to two elements: each can then be written on its own.
+
+    Tensors that are one another's aliases are given once. Slices of one storage may interleave, but not overlap.
+    """
+    import numpy as np
+
+    spans: list[tuple[int, int, Extent]] = []
+    for extent in extents:
+        name, pointer, shape, strides, itemsize = extent
+        if 0 in shape:
+            continue
+        reach = itemsize
+        for stride, count in sorted((abs(stride), count) for stride, count in zip(strides, shape, strict=True)):
+            if count > 1 and stride < reach:
+                raise ManifestMismatch(f"'{name}' is expanded: several of its elements share memory", hint="copy it")
+            reach += stride * (count - 1)
+        low = pointer + sum(min(0, stride * (count - 1)) for stride, count in zip(strides, shape, strict=True))
+        spans.append((low, low + reach, extent))
+    spans.sort(key=lambda span: span[:2])
+    open_spans: list[tuple[int, int, Extent]] = []
+    for span in spans:
+        open_spans = [other for other in open_spans if other[1] > span[0]]
+        for other in open_spans:
+            ours, theirs = (np.asarray(Memory(*extent[1:])) for extent in (span[2], other[2]))
+            try:
+                is_shared = np.shares_memory(ours, theirs, max_work=1_000_000)  # type: ignore[arg-type]
+            except np.exceptions.TooHardError:
+                is_shared = True
+            if is_shared:
+                raise ManifestMismatch(
+                    f"'{other[2][0]}' and '{span[2][0]}' share memory without being the same tensor",
+                    hint="leave one of them out with names=",
+                )
+        open_spans.append(span)
+
+
 class NumpyTensors(Tensors):
     """A mapping of names to numpy arrays. Arrays that are the very same memory are tied."""
 
@@ -226,15 +281,24 @@ class NumpyTensors(Tensors):
         for name, value in zip(names, self._arrays, strict=True):
             if not isinstance(value, np.ndarray):
                 raise ManifestMismatch(f"'{name}' is a {type(value).__name__}, not a numpy array or torch tensor")
+            if isinstance(value, np.ma.MaskedArray) or not value.dtype.isnative:
+                raise ManifestMismatch(f"'{name}' is masked, or not in this machine's byte order", hint="convert it")
             if is_target and not value.flags.writeable:
                 raise ManifestMismatch(f"'{name}' is read-only, so that no version can be installed into it")
-            if is_target and value.size and 0 in value.strides and max(value.shape, default=0) > 1:
-                raise ManifestMismatch(f"'{name}' is expanded: several of its elements share memory", hint="copy it")
             pointer = value.__array_interface__["data"][0]
             identity = (pointer, value.shape, value.strides, value.dtype.str) if value.size else (name,)
             first = seen.setdefault(identity, name)
             specs.append(TensorSpec(name, value.dtype.name, tuple(value.shape), "" if first == name else first))
         self.manifest = Manifest(tuple(specs))
+        self._identities = [(array.shape, array.strides, array.dtype) for array in self._arrays]
+        if is_target:
+            check_separate(
+                [
+                    (spec.name, array.__array_interface__["data"][0], array.shape, array.strides, array.itemsize)
+                    for spec, array in zip(specs, self._arrays, strict=True)
+                    if not spec.alias_of
+                ]
+            )
         self.raw = [
             array.reshape(-1).view(np.uint8) if array.flags.c_contiguous and array.size else None
             for array in self._arrays
@@ -245,8 +309,9 @@ class NumpyTensors(Tensors):
         if self._wanted is None and len(source) != len(self._names):
             return False
         found = [source.get(name) for name in self._names]
-        shapes = [spec.shape for spec in self.manifest.tensors]
-        return all(map(operator.is_, found, self._arrays)) and [array.shape for array in self._arrays] == shapes
+        if not all(map(operator.is_, found, self._arrays)):
+            return False
+        return self._identities == [(array.shape, array.strides, array.dtype) for array in self._arrays]
 
     def store(self, index: int, block: Bytes) -> None:
         self._np.copyto(self._typed(index, block), self._arrays[index])

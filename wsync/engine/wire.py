@@ -159,7 +159,7 @@ class Wire:
     async def _recv_some(self) -> tuple[bytes, list[int]]:
         while True:
             try:
-                received, ancillary, _, _ = self.sock.recvmsg(_RECV_NBYTES, _ANCILLARY_NBYTES)
+                received, ancillary, _, _ = self.sock.recvmsg(_RECV_NBYTES, _ANCILLARY_NBYTES, socket.MSG_CMSG_CLOEXEC)
                 return received, descriptors_of(ancillary)
             except BlockingIOError:
                 await self._readable()

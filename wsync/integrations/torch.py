@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import xxhash
 
-from wsync.engine.tensors import Tensors, select
+from wsync.engine.tensors import Extent, Memory, Tensors, check_separate, select
 from wsync.errors import ManifestMismatch
 from wsync.manifest import Manifest, TensorSpec
 
@@ -45,6 +45,8 @@ class TorchTensors(Tensors):
             first = seen.setdefault(identity, name)
             specs.append(TensorSpec(name, dtype, shape, "" if first == name else first))
         self.manifest = Manifest(tuple(specs))
+        if is_target:
+            check_separate([extent for extent in map(_extent, specs, self._tensors) if extent is not None])
         self.raw = [_raw_bytes(tensor) if tensor.numel() else None for tensor in self._tensors]
         self._identities = _identities(self._sources)
         self._devices = {tensor.device for tensor in self._tensors if tensor.device.type != "cpu"}
@@ -77,19 +79,37 @@ class TorchTensors(Tensors):
         return [_digest(tensor) for tensor in self._tensors]
 
 
-def _identities(tensors: list[torch.Tensor]) -> list[tuple[int, int, bool]]:
-    """They change when a tensor's data is replaced, resized or transposed; cheap, since asked at every update."""
+def _identities(tensors: list[torch.Tensor]) -> list[tuple[object, ...]]:
+    """They change when a tensor's data is replaced, resized, transposed or freed; cheap, as asked at every update.
+
+    The strides of a contiguous tensor say its shape, which torch makes an object of at some cost; others say it too.
+    """
     kind = torch.Tensor
-    return list(
-        zip(map(kind.data_ptr, tensors), map(kind.numel, tensors), map(kind.is_contiguous, tensors), strict=True)
+    found: list[tuple[object, ...]] = list(
+        zip(
+            map(kind.data_ptr, tensors),
+            map(kind.numel, tensors),
+            map(kind.stride, tensors),
+            map(kind.is_contiguous, tensors),
+            strict=True,
+        )
     )
+    return found + [tuple(tensor.shape) for tensor in tensors if not tensor.is_contiguous()]
+
+
+def _extent(spec: TensorSpec, tensor: torch.Tensor) -> Extent | None:
+    if spec.alias_of or not tensor.numel():
+        return None
+    size = tensor.element_size()
+    return spec.name, tensor.data_ptr(), tuple(tensor.shape), tuple(size * s for s in tensor.stride()), size
 
 
 def _raw_bytes(tensor: torch.Tensor) -> Bytes | None:
     """The tensor's own memory as bytes, if that is its logical order. memcpy is faster than torch's typed copy."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None
-    return tensor.view(-1).view(torch.uint8).numpy()
+    # Not Tensor.numpy(): that would forbid its owner to resize the storage for ever, as offloading does.
+    return np.asarray(Memory(tensor.data_ptr(), (tensor.nbytes,), (1,), 1))
 
 
 def _typed(block: Bytes, spec: TensorSpec) -> torch.Tensor:
@@ -114,10 +134,15 @@ def _check(name: str, tensor: object, *, is_target: bool) -> None:
         raise ManifestMismatch(f"'{name}' is sparse or quantized ({tensor.layout})", hint="publish its parts by name")
     if is_target and tensor.numel() > 1 and torch._debug_has_internal_overlap(tensor) == 1:
         raise ManifestMismatch(f"'{name}' is expanded: several of its elements share memory", hint="clone it")
+    reach = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    if tensor.numel() and (tensor.storage_offset() + reach) * tensor.element_size() > tensor.untyped_storage().nbytes():
+        raise ManifestMismatch(
+            f"the storage of '{name}' has been freed", hint="offloaded weights must be back while they are published"
+        )
 
 
 def _digest(tensor: torch.Tensor) -> int:
     if not tensor.numel():
         return int(xxhash.xxh3_64_intdigest(b""))
-    flat = tensor.to("cpu").contiguous().view(-1).view(torch.uint8)
+    flat = tensor.to("cpu").resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     return int(xxhash.xxh3_64_intdigest(flat.numpy().data))
