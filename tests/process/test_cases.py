@@ -370,13 +370,14 @@ def test_case_A48_mismatch_with_a_trainer_that_comes_later(job: Job) -> None:
 # --- A51
 def replace_slot(child: Child, what: str) -> None:
     """What the replica maps is not what it leased: never filled, or of another version."""
+    from wsync.engine.link import Pinned
     from wsync.memory import Slot
 
-    link, whole = child.replica._link, child.replica._link.slot
+    whole = Pinned.slot
 
-    def slot(slot_id: int, *, timeout_s: float) -> Any:
-        link.slot = whole  # the next one is right again
-        theirs = whole(slot_id, timeout_s=timeout_s)
+    def slot(self: Pinned, slot_id: int, *, timeout_s: float) -> Any:
+        Pinned.slot = whole  # the next one is right again
+        theirs = whole(self, slot_id, timeout_s=timeout_s)
         false = Slot.reserve(theirs.nbytes, theirs.chunk_nbytes)
         false.begin(theirs.version + (what == "other"), theirs.channel_key)
         false.data[:] = b"\xc5" * theirs.nbytes
@@ -384,7 +385,7 @@ def replace_slot(child: Child, what: str) -> None:
             false.seal()
         return false
 
-    link.slot = slot
+    Pinned.slot = slot
 
 
 @pytest.mark.parametrize("what", ["unsealed", "other"])

@@ -190,7 +190,7 @@ class Replica:
         """
         if not version and self._version < 2:
             raise CommitError(
-                f"there is no version before {self._version}",
+                f"a version before {self._version} is not kept on this host: there was none",
                 context=ErrorContext(channel=self.channel, phase="rollback"),
             )
         with self._lock:
