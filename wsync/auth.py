@@ -70,13 +70,6 @@ class ClientHandshake:
             raise AuthError("the server does not know this job's token")
 
 
-def authenticate_server(sock: socket.socket, token: str, purpose: str) -> None:
-    """Accepting side on a blocking socket with a timeout set. Raises `AuthError`, `OSError`."""
-    handshake = ServerHandshake(token, purpose)
-    sock.sendall(handshake.hello)
-    sock.sendall(handshake.check(recv_exactly(sock, ANSWER_NBYTES)))
-
-
 def authenticate_client(sock: socket.socket, token: str, purpose: str) -> None:
     """Connecting side on a blocking socket with a timeout set. Raises `AuthError`, `ConnectError`, `OSError`."""
     handshake = ClientHandshake(token, purpose)
