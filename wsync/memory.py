@@ -43,15 +43,16 @@ class Slot:
         self.fd = fd
         total = os.fstat(fd).st_size
         access = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
-        self._map = mmap.mmap(fd, total, mmap.MAP_SHARED, access)
-        magic, nbytes, chunk_nbytes, _, _, _ = _HEADER.unpack_from(self._map, total - _PAGE)
+        mapping = mmap.mmap(fd, total, mmap.MAP_SHARED, access)
+        self._map: mmap.mmap | None = mapping
+        magic, nbytes, chunk_nbytes, _, _, _ = _HEADER.unpack_from(mapping, total - _PAGE)
         if magic != _MAGIC or not 0 < chunk_nbytes <= 1 << 40 or _total_nbytes(nbytes, chunk_nbytes) != total:
-            self._map.close()
+            mapping.close()
             raise ArenaError("a descriptor that was handed over is not a wsync slot")
         self.nbytes: int = nbytes
         self.chunk_nbytes: int = chunk_nbytes
         self.num_chunks = -(-nbytes // chunk_nbytes)
-        view = memoryview(self._map)
+        view = memoryview(mapping)
         digests_at, ready_at = _tail_offsets(nbytes, chunk_nbytes)
         self.data = view[:nbytes]
         self.digests = view[digests_at : digests_at + 8 * self.num_chunks].cast("Q")
@@ -100,7 +101,8 @@ class Slot:
         """Map all pages now, so that no later copy pays for a page fault (measured: 9 times slower)."""
         for advice in (_MADV_POPULATE_WRITE, _MADV_POPULATE_READ):
             try:
-                self._map.madvise(advice)
+                if self._map is not None:
+                    self._map.madvise(advice)
                 return
             except (OSError, ValueError):  # an older kernel, or a read-only mapping
                 continue
@@ -110,20 +112,24 @@ class Slot:
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     # --- which version it holds
+    def _header(self) -> tuple[bytes, int, int, int, int, int]:
+        mapping = self._map  # another thread may close the slot
+        return _HEADER.unpack_from(mapping, self._header_at) if mapping is not None else (b"", 0, 0, 0, 0, 0)
+
     @property
     def version(self) -> int:
         """The version that the slot holds or receives; 0 when it is free."""
-        return int(_HEADER.unpack_from(self._map, self._header_at)[3])
+        return self._header()[3]
 
     @property
     def is_sealed(self) -> bool:
         """All chunks are there and agree with the digests of their source."""
-        return bool(_HEADER.unpack_from(self._map, self._header_at)[4])
+        return bool(self._header()[4])
 
     @property
     def channel_key(self) -> int:
         """xxh3-64 of the channel's name and manifest, so that a slot is adopted only where it belongs."""
-        return int(_HEADER.unpack_from(self._map, self._header_at)[5])
+        return self._header()[5]
 
     def begin(self, version: int, channel_key: int) -> None:
         """Give the slot to a version: no chunk is ready any more. The caller has made sure that nobody reads it."""
@@ -138,6 +144,8 @@ class Slot:
         self._write_header(self.version, is_sealed=True, channel_key=self.channel_key)
 
     def _write_header(self, version: int, *, is_sealed: bool, channel_key: int) -> None:
+        if self._map is None:
+            raise ArenaError("a slot that was closed cannot be written")
         _HEADER.pack_into(
             self._map, self._header_at, _MAGIC, self.nbytes, self.chunk_nbytes, version, is_sealed, channel_key
         )
@@ -187,10 +195,14 @@ class Slot:
         return False
 
     def close(self) -> None:
-        """Give the slot up. Its memory is unmapped when the slot and its last view (a running copy) are dropped."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        """Give the slot up: it has no version then. Its memory is unmapped when its last view (a copy) is dropped."""
+        if self.fd < 0:
+            return
+        os.close(self.fd)
+        self.fd = -1
+        self._map = None  # not closed: that could pull the memory from under a copy
+        self.data = self.ready = memoryview(b"")
+        self.digests = memoryview(b"").cast("Q")
 
 
 def _tail_offsets(nbytes: int, chunk_nbytes: int) -> tuple[int, int]:
