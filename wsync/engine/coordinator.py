@@ -25,6 +25,7 @@ from wsync.status import ReplicaPhase, VersionPhase, VersionStatus
 logger = logging.getLogger("wsync")
 
 PURPOSE = "coordinator"
+SUCCESSION_S = 1.0
 
 
 @dataclass
@@ -170,8 +171,28 @@ class Coordinator:
                 return await self._await_version(message)
             case protocol.GetManifest():
                 return self._manifest(message)
+            case protocol.RegisterTrainer():
+                return await self._register_trainer(session.record.holder_id, message)
             case _:
                 reply = self._change(session.record.holder_id, message)
+                self._reconcile()
+                return reply
+
+    async def _register_trainer(self, holder_id: str, message: protocol.RegisterTrainer) -> Message | None:
+        """A trainer that has just left or died on another host may be known here for a moment longer: wait for that."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + SUCCESSION_S
+        while True:
+            try:
+                reply = self._change(holder_id, message)
+            except ChannelError:
+                left = deadline - loop.time()
+                if left <= 0:
+                    raise
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(left):
+                        await self._changed.wait()
+            else:
                 self._reconcile()
                 return reply
 
