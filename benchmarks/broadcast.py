@@ -14,6 +14,8 @@ a ratio are interleaved, and each figure is their median. PyTorch has one thread
 is whole; by raw sockets.
 `tcp_1to1_publish_vs_raw_socket`: the same for the whole way, from the start of publish (so with the trainer's copy and
 the first hashing, for which raw sockets have no counterpart) to staged on another host.
+`small_tensors_vs_one_tensor`: from the start of publish to the commit on another host, of 20,000 tensors of 4 KB; by
+the same for one tensor of as many bytes.
 `trainer_slowdown_while_serving`: a Python loop in the trainer's process (a core of its own) alone, by the same loop
 while four other hosts (all on another core) pull; 256 MiB (`--quick`: 128), as five holders need memory.
 `trainer_cpu_slowdown_while_serving`: the same by the process's CPU time, to which other programs do not add.
@@ -47,6 +49,8 @@ PACKAGES = ("torch", "numpy", "ray", "nixl-cu12", "msgspec")
 
 PAUSES = ("publish_pause_vs_memcpy", "commit_pause_vs_memcpy")
 TCP = ("tcp_1to1_vs_raw_socket", "tcp_1to1_publish_vs_raw_socket")
+SMALL = "small_tensors_vs_one_tensor"
+NUM_SMALL, SMALL_WORDS = 20_000, 2048
 SLOWDOWN = ("trainer_slowdown_while_serving", "trainer_cpu_slowdown_while_serving")
 BOUNDS = ("bound_1to1", "bound_1to4", "raw_socket")
 NAMES = (
@@ -55,6 +59,7 @@ NAMES = (
     "shm_1to4_vs_bound",
     "first_version_s_vs_steady",
     *TCP,
+    SMALL,
     *SLOWDOWN,
     *(f"speedup_vs_{peer}" for peer in PEERS),
     *(f"peer_{peer}" for peer in PEERS),
@@ -191,6 +196,21 @@ def two_hosts(bench: Bench) -> Iterator[Claim]:
         yield Claim.reported("tcp_1to1_publish_vs_raw_socket", rate["staged"], "GB/s", rate["raw"], staged)
 
 
+def small_tensors(bench: Bench) -> Iterator[Claim]:
+    """What it costs that the bytes come in many pieces."""
+    if not bench.wants(SMALL):
+        return
+    many = tuple((f"t{index}", (SMALL_WORDS,)) for index in range(NUM_SMALL))
+    one = (("all", (NUM_SMALL, SMALL_WORDS)),)
+    with contextlib.ExitStack() as stack:
+        sides = {}
+        for name, layout in (("many", many), ("one", one)):
+            setup = Setup(layout=layout, seed=bench.options.seed, num_replicas=1)
+            sides[name] = stack.enter_context(running(WsyncBroadcast(setup, ["away"]))).round
+        took = bench.medians(**sides)
+    yield Claim.at_most(SMALL, took["many"], "s", took["one"], took["many"] / took["one"], 2.0)
+
+
 def while_serving(bench: Bench) -> Iterator[Claim]:
     """What the trainer's own computing loses while other hosts pull."""
     if not bench.wants(*SLOWDOWN):
@@ -232,7 +252,7 @@ def measure(options: Options) -> Iterator[Claim]:
     with tempfile.TemporaryDirectory(prefix="wsync-bench-", ignore_cleanup_errors=True) as folder:
         os.environ["WSYNC_RUNTIME_DIR"] = folder
         try:
-            for part in (one_replica, two_hosts, while_serving, four_replicas):
+            for part in (one_replica, two_hosts, small_tensors, while_serving, four_replicas):
                 yield from part(bench)
         finally:
             _leftovers.wait_until_gone(set())

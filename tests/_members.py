@@ -166,8 +166,8 @@ class Child:
     def rollback(self, version: int = 0) -> int:
         return int(self.replica.rollback(version).version)
 
-    def verify(self) -> list[str]:
-        return list(self.replica.verify())
+    def verify(self, timeout_s: float = 60.0) -> list[str]:
+        return list(self.replica.verify(timeout_s=timeout_s))
 
     def digest(self) -> dict[str, str]:
         """sha256 of every live tensor, made without wsync."""

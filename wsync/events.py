@@ -43,15 +43,7 @@ class Aborted(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-class HopFailed(msgspec.Struct, frozen=True, tag=True):
-    channel: str
-    version: int
-    receiver: str
-    source: str
-    error: str
-
-
-Event = ViewChanged | PlanMade | Staged | Committed | Aborted | HopFailed
+Event = ViewChanged | PlanMade | Staged | Committed | Aborted
 
 
 class EventBus:

@@ -465,6 +465,9 @@ def test_case_B18_every_call_ends_while_the_holder_is_stopped(job: Job) -> None:
         calls.append((follower, name, args, {}))
     verifier, leaver, joiners = job.replica(), job.replica(), [job.member(join_timeout_s=4.0) for _ in range(2)]
     verifier.wait_version(2)
+    hasty = job.replica()
+    hasty.wait_version(2)
+    calls.append((hasty, "verify", (1.0,), {}))
     for member, what in zip(joiners, ("open_publisher", "open_replica"), strict=True):
         member.make(SMALL, 0)
         calls.append((member, what, ("joiners",), {}))
@@ -472,7 +475,7 @@ def test_case_B18_every_call_ends_while_the_holder_is_stopped(job: Job) -> None:
     job.stop(holder)
     for member, name, args, options in calls:
         member.begin(name, *args, **options)
-    verifier.begin("verify")  # its deadline is a minute: it is met with an answer, below
+    verifier.begin("verify")  # with its own deadline of a minute: it is met with an answer, below
     leaver.close()
     assert leaver.took_s < 5.0
     for member, name, _, _ in calls:
@@ -490,7 +493,7 @@ def test_case_B18_every_call_ends_while_the_holder_is_stopped(job: Job) -> None:
         if name == "wait_committed":
             with pytest.raises(MembershipError, match="expected 1 replicas, present 0"):
                 member.wait_committed(*args)
-        elif name not in ("commit_latest", "rollback"):  # nothing newer, and nothing older any more
+        elif name not in ("commit_latest", "rollback", "verify"):  # nothing newer, and nothing older any more
             getattr(member, name)(*args, **options)
 
 
@@ -613,28 +616,26 @@ def test_case_C09_twenty_kills_leave_nothing(job: Job) -> None:
 
 
 # --- D03
-def measure(job: Job, spec: Spec, channel: str) -> float:
-    """Seconds of the fastest of three updates, from publish to the end of the commit."""
-    trainer = job.trainer(spec, channel=channel, config={"chunk_nbytes": 1 << 20})
-    replica = job.replica(spec, channel=channel, config={"chunk_nbytes": 1 << 20})
-    best = 1e9
-    for version in (1, 2, 3):
-        trainer.publish(0)
-        replica.wait_version(version)
-        best = min(best, trainer.took_s + replica.took_s)
-    assert replica.digest() == reference(spec, 1)
-    assert reference(spec[:1], 1) != reference(spec[:1], 0)
-    assert trainer.status(3).nbytes == 20_000 * 4096
-    trainer.close()
-    replica.close()
-    return best
-
-
 def test_case_D03_many_small_tensors_travel_as_one_lane(job: Job) -> None:
-    small: Spec = [(f"t{i}", "float32", (1024,)) for i in range(20_000)]
-    one = measure(job, [("all", "float32", (20_000, 1024))], "one")
-    many = measure(job, small, "many")
-    assert many < max(4 * one, 2.0), (many, one)
+    """The same bytes cross as for one tensor; `small_tensors_vs_one_tensor` of the benchmark has the times."""
+    num, config = 20_000, {"chunk_nbytes": 1 << 20}
+    shapes: dict[str, Spec] = {
+        "one": [("all", "float32", (num, 1024))],
+        "many": [(f"t{i}", "float32", (1024,)) for i in range(num)],
+    }
+    for channel, spec in shapes.items():
+        trainer = job.trainer(spec, channel=channel, config=config)
+        replica = job.replica(spec, channel=channel, host="B", config=config)
+        old = replica.digest()
+        version = trainer.publish(0)
+        assert replica.wait_version(version) == version
+        assert replica.digest() == reference(spec, 1)
+        assert not set(replica.digest().items()) & set(old.items())
+        status = trainer.status(version)
+        assert status.nbytes == num * 4096
+        assert [holder.nbytes_received for holder in status.holders if holder.host == "B"] == [num * 4096]
+        trainer.close()
+        replica.close()
 
 
 # --- E01

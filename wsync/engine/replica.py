@@ -337,18 +337,18 @@ class Replica:
         live = self._current()
         return dict(zip((spec.name for spec in live.manifest.tensors), live.digests(), strict=True))
 
-    def verify(self) -> list[str]:
+    def verify(self, *, timeout_s: float = 60.0) -> list[str]:
         """Names of the live tensors that differ from the version that this replica runs; empty when all are equal.
 
         Compares with the bytes in this host's slot, whose digests were checked against the trainer's. Raises
-        ChannelError when the version is not on this host any more.
+        ChannelError when the version is not on this host any more, TransferTimeout when its holder does not answer.
         """
         with self._lock:
             live = self._current()
             lane = self._agree(self._steps[self._version][1] if self._version else "", live.manifest)
             places: Sequence[Placement] = lane.placements
             ranges = tuple((place.offset, place.nbytes) for place in places)
-            reply = self._link.ask(protocol.HashRanges(self._version, ranges), timeout_s=60.0)
+            reply = self._link.ask(protocol.HashRanges(self._version, ranges), timeout_s=timeout_s)
             assert isinstance(reply, protocol.RangeHashes)
             return [
                 place.name

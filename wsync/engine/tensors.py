@@ -25,13 +25,15 @@ if TYPE_CHECKING:
     import numpy as np
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-    _Move = tuple[int, Bytes | None, int, int]  # number of the tensor, its memory, where it lies in the lane
+    # Number of the tensor, its memory (a memoryview where it is small), where it lies in the lane.
+    _Move = tuple[int, Bytes | memoryview | None, int, int]
 
 MAX_THREADS = 4
 """More do not copy faster: a few cores fill the memory bus."""
 PIECE_NBYTES = 8 << 20
 SHARED_NBYTES = 256 << 10
-"""Smaller copies are left to one thread: handing them over would cost more."""
+"""Smaller copies are left to one thread, through memoryviews: there the call costs more than the bytes, and those have
+the cheapest one."""
 
 
 def progress_nbytes(lane: Lane) -> int:
@@ -120,8 +122,8 @@ class Tensors(ABC):
             for index, raw, offset, end in self._moves_of(lane):
                 if raw is None:
                     self.store(index, into[offset:end])
-                elif end - offset < SHARED_NBYTES:
-                    np.copyto(into[offset:end], raw)
+                elif isinstance(raw, memoryview):
+                    slot.data[offset:end] = raw
                 else:
                     for start in range(offset, end, step):
                         stop = min(end, start + step)
@@ -145,8 +147,8 @@ class Tensors(ABC):
             for index, raw, offset, end in self._moves_of(lane):
                 if raw is None:
                     self.load(index, source[offset:end])
-                elif end - offset < SHARED_NBYTES:
-                    np.copyto(raw, source[offset:end])
+                elif isinstance(raw, memoryview):
+                    raw[:] = slot.data[offset:end]
                 else:
                     copier.copy(raw, source[offset:end])
             copier.join()
@@ -156,11 +158,13 @@ class Tensors(ABC):
         """Everything to copy for a lane, in its order."""
         if self._moves[0] is not lane:
             pairs = zip(self.manifest.tensors, lane.placements, strict=True)
-            moves = [
-                (index, self.raw[index], place.offset, place.offset + place.nbytes)
-                for index, (spec, place) in enumerate(pairs)
-                if place.nbytes and not spec.alias_of
-            ]
+            moves: list[_Move] = []
+            for index, (spec, place) in enumerate(pairs):
+                if place.nbytes and not spec.alias_of:
+                    raw: Bytes | memoryview | None = self.raw[index]
+                    if raw is not None and place.nbytes < SHARED_NBYTES:
+                        raw = memoryview(raw)
+                    moves.append((index, raw, place.offset, place.offset + place.nbytes))
             self._moves = (lane, sorted(moves, key=operator.itemgetter(2)))
         return self._moves[1]
 

@@ -79,22 +79,17 @@ class TorchTensors(Tensors):
         return [_digest(tensor) for tensor in self._tensors]
 
 
-def _identities(tensors: list[torch.Tensor]) -> list[tuple[object, ...]]:
+def _identities(tensors: list[torch.Tensor]) -> tuple[list[Any], ...]:
     """They change when a tensor's data is replaced, resized, transposed or freed; cheap, as asked at every update.
 
-    The strides of a contiguous tensor say its shape, which torch makes an object of at some cost; others say it too.
+    Columns rather than rows, which would be an object per tensor. The strides of a contiguous tensor say its shape,
+    which torch makes an object of at some cost; others say it too.
     """
     kind = torch.Tensor
-    found: list[tuple[object, ...]] = list(
-        zip(
-            map(kind.data_ptr, tensors),
-            map(kind.numel, tensors),
-            map(kind.stride, tensors),
-            map(kind.is_contiguous, tensors),
-            strict=True,
-        )
-    )
-    return found + [tuple(tensor.shape) for tensor in tensors if not tensor.is_contiguous()]
+    is_contiguous = list(map(kind.is_contiguous, tensors))
+    shapes = [tuple(tensor.shape) for tensor, is_so in zip(tensors, is_contiguous, strict=True) if not is_so]
+    columns = [list(map(get, tensors)) for get in (kind.data_ptr, kind.numel, kind.stride)]
+    return (*columns, is_contiguous, shapes)
 
 
 def _extent(spec: TensorSpec, tensor: torch.Tensor) -> Extent | None:
