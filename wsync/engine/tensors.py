@@ -163,7 +163,7 @@ class Tensors(ABC):
                 if place.nbytes and not spec.alias_of:
                     raw: Bytes | memoryview | None = self.raw[index]
                     if raw is not None and place.nbytes < SHARED_NBYTES:
-                        raw = memoryview(raw)
+                        raw = memoryview(raw)  # type: ignore[arg-type]  # numpy says it is a Buffer from 3.12 on
                     moves.append((index, raw, place.offset, place.offset + place.nbytes))
             self._moves = (lane, sorted(moves, key=operator.itemgetter(2)))
         return self._moves[1]
