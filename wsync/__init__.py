@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from wsync.engine.publisher import Publication as Publication
     from wsync.engine.publisher import Publisher as Publisher
     from wsync.engine.replica import Replica as Replica
+    from wsync.engine.shard_publisher import ShardPublisher as ShardPublisher
+    from wsync.engine.shard_replica import ShardReplica as ShardReplica
     from wsync.errors import WsyncError as WsyncError
 
 __version__ = "0.1.0"
@@ -23,9 +25,11 @@ _HOMES = {
     "Publication": "wsync.engine.publisher",
     "Publisher": "wsync.engine.publisher",
     "Replica": "wsync.engine.replica",
+    "ShardPublisher": "wsync.engine.shard_publisher",
+    "ShardReplica": "wsync.engine.shard_replica",
     "WsyncError": "wsync.errors",
 }
-__all__ = ["Config", "Publication", "Publisher", "Replica", "WsyncError", "__version__"]
+__all__ = [*_HOMES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from wsync import __version__
@@ -26,6 +27,10 @@ def main(argv: list[str] | None = None) -> int:
     coordinator.add_argument("--port", type=int, default=0, help="tcp port (default: any free one)")
     coordinator.add_argument("--token-file", type=Path, required=True, help="the job's token; made if it is not there")
 
+    verify = commands.add_parser("verify", help="compare the weights of a trainer's ranks and of a replica's workers")
+    verify.add_argument("--trainer", type=Path, nargs="+", required=True, help="digest reports of all trainer ranks")
+    verify.add_argument("--replica", type=Path, nargs="+", required=True, help="digest reports of a replica's workers")
+
     demo = commands.add_parser("demo", help="a live broadcast on a Ray cluster of three nodes on this machine")
     from wsync.demo import add_arguments
 
@@ -35,6 +40,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if arguments.command == "coordinator":
             return run_coordinator(arguments.listen, arguments.port, arguments.token_file)
+        if arguments.command == "verify":
+            return run_verify(arguments.trainer, arguments.replica)
         from wsync.demo import main as run_demo
 
         return run_demo(arguments)
@@ -66,6 +73,19 @@ def run_coordinator(listen: str, port: int, token_file: Path) -> int:
     except asyncio.CancelledError:
         pass
     return 0
+
+
+def run_verify(trainer: Sequence[Path], replica: Sequence[Path]) -> int:
+    """Print every tensor that differs; exit status 1 when there is one."""
+    from wsync.engine.verify import DigestReport, compare
+
+    reports = [[DigestReport.load(path) for path in paths] for paths in (trainer, replica)]
+    differences = compare(*reports)
+    for difference in differences:
+        print(difference)
+    num_tensors = len({tensor.name for side in reports for report in side for tensor in report.tensors})
+    print(f"{len(differences)} of {num_tensors} tensors differ")
+    return 1 if differences else 0
 
 
 def _token(path: Path) -> str:

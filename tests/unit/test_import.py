@@ -27,10 +27,13 @@ RECORDS = {
     "memory",
     "plan",
     "status",
+    "holding",
     "sharding",
+    "layouts",
+    "arrangements",
     "topology",
 }
-PURE = {f"engine.{name}" for name in ("planner", "overlap", "membership", "protocol", "channel", "machine")}
+PURE = {f"engine.{name}" for name in ("planner", "overlap", "membership", "protocol", "channel", "shards", "lanes", "groups", "machine")}
 
 
 def layer(module: str) -> int:

@@ -10,16 +10,20 @@ import asyncio
 import contextlib
 import logging
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from wsync.config import Config
 from wsync.engine import protocol
 from wsync.engine.channel import Channel, Order
+from wsync.engine.lanes import ShardPlan, plan_lanes
 from wsync.engine.membership import HolderRecord, View
 from wsync.engine.protocol import Done, HolderHello, Message
+from wsync.engine.shards import Round, Shards
 from wsync.engine.wire import Listener, Wire
-from wsync.errors import ChannelError, ConfigError, ErrorContext, PeerLost, StaleView
+from wsync.errors import ChannelError, ConfigError, ErrorContext, PeerLost, StaleView, WsyncError
 from wsync.events import Aborted, Committed, EventBus, PlanMade, Staged, ViewChanged
+from wsync.holding import Holding
 from wsync.status import ReplicaPhase, VersionPhase, VersionStatus
 
 logger = logging.getLogger("wsync")
@@ -55,6 +59,8 @@ class Coordinator:
         self._token = token
         self._listener: Listener | None = None
         self._channels: dict[str, Channel] = {}
+        self._shards: dict[str, Shards] = {}
+        self._planning = asyncio.Lock()
         self._sessions: dict[str, _Session] = {}
         self._changed = asyncio.Event()
         self._incarnations: dict[str, list[str]] = {}
@@ -130,6 +136,9 @@ class Coordinator:
         for report in hello.channels:
             with contextlib.suppress(ChannelError):  # a second trainer: the present one stays
                 self._channel(report.channel).restore(hello.holder_id, report, self.view)
+            for shard in report.shards:
+                with contextlib.suppress(ChannelError):
+                    self._sharded(report.channel).register(hello.holder_id, shard, self.view)
         self._view_changed()
         self._reconcile()
         return session
@@ -149,6 +158,8 @@ class Coordinator:
         logger.info("holder %s left: %s", holder_id, reason)
         for channel in self._channels.values():
             channel.holder_lost(holder_id)
+        for shards in self._shards.values():
+            shards.holder_lost(holder_id)
         self._view_changed()
         self._reconcile()
 
@@ -173,12 +184,25 @@ class Coordinator:
                 return self._manifest(message)
             case protocol.RegisterTrainer():
                 return await self._register_trainer(session.record.holder_id, message)
+            case protocol.RegisterShard():
+                return await self._register_trainer(session.record.holder_id, message)
+            case protocol.AwaitLanes():
+                return await self._await_lanes(message)
+            case protocol.OpenRound(name, rank, incarnation, step):
+                await self._plan(self._sharded(name))
+                opened = self._sharded(name).open_round(rank, incarnation, step)
+                self._wake()
+                return protocol.RoundOpened(opened.version, opened.plan_id)
+            case protocol.AwaitRound():
+                return await self._await_round(message)
             case _:
                 reply = self._change(session.record.holder_id, message)
                 self._reconcile()
                 return reply
 
-    async def _register_trainer(self, holder_id: str, message: protocol.RegisterTrainer) -> Message | None:
+    async def _register_trainer(
+        self, holder_id: str, message: protocol.RegisterTrainer | protocol.RegisterShard
+    ) -> Message | None:
         """A trainer that has just left or died on another host may be known here for a moment longer: wait for that."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + SUCCESSION_S
@@ -186,12 +210,8 @@ class Coordinator:
             try:
                 reply = self._change(holder_id, message)
             except ChannelError:
-                left = deadline - loop.time()
-                if left <= 0:
+                if not await self._wait_change(deadline):
                     raise
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(left):
-                        await self._changed.wait()
             else:
                 self._reconcile()
                 return reply
@@ -206,8 +226,14 @@ class Coordinator:
             case protocol.RegisterReplica(_, replica):
                 channel.register_replica(holder_id, replica)
                 return protocol.Attached(channel.manifests.get(channel.manifest_digest), channel.highest)
-            case protocol.MemberGone(_, member_id, incarnation):
+            case protocol.RegisterShard(name, shard):
+                shards = self._sharded(name)
+                shards.register(holder_id, shard, self.view)
+                return protocol.Attached(None, shards.highest)
+            case protocol.MemberGone(name, member_id, incarnation):
                 channel.member_gone(member_id, incarnation)
+                if name in self._shards:
+                    self._shards[name].gone(member_id, incarnation)
             case protocol.Announce():
                 self._announce(channel, holder_id, message)
             case protocol.Abandon(_, version, reason):
@@ -244,6 +270,11 @@ class Coordinator:
         if name not in self._channels:
             self._channels[name] = Channel(name)
         return self._channels[name]
+
+    def _sharded(self, name: str) -> Shards:
+        if name not in self._shards:
+            self._shards[name] = Shards(name)
+        return self._shards[name]
 
     def _manifest(self, message: protocol.GetManifest) -> Message:
         found = self._channel(message.channel).manifests.get(message.digest)
@@ -286,6 +317,46 @@ class Coordinator:
         members = tuple(member for channel in self._channels.values() for member in channel.replicas)
         self.events.emit(ViewChanged(self.view.number, holders, members))
 
+    # --- sharded channels
+    async def _plan(self, shards: Shards) -> None:
+        """Bring the plan up to date, in a thread: a large model takes seconds."""
+        async with self._planning:
+            wanted = shards.to_plan()
+            if wanted is not None:
+                key, held, classes = wanted
+                plan, refused = await asyncio.to_thread(_plan_what_fits, held, classes)
+                shards.planned(key, plan, refused)
+                self._wake()
+
+    async def _await_lanes(self, wish: protocol.AwaitLanes) -> Message:
+        shards = self._sharded(wish.channel)
+        deadline = asyncio.get_running_loop().time() + wish.timeout_s
+        while not shards.can_answer(wish.member_id):
+            if not await self._wait_change(deadline):
+                return protocol.LanesPlanned("", (), (), shards.missing_ranks)
+        await self._plan(shards)
+        plan, (receiver, rank) = shards.lanes_of(wish.member_id, wish.plan_id)
+        mine = plan.of_receiver(receiver) if receiver else plan.of_source(rank)
+        return protocol.LanesPlanned(plan.plan_id, mine, tuple(lane.lane_id for lane in plan.lanes), ())
+
+    async def _await_round(self, wish: protocol.AwaitRound) -> Message:
+        deadline = asyncio.get_running_loop().time() + wish.timeout_s
+        while True:
+            entry: Round | None = self._sharded(wish.channel).rounds.get(wish.version)
+            if entry is None:
+                return protocol.RoundReport((), f"version {wish.version} is not known any more")
+            if entry.error or not entry.missing or not await self._wait_change(deadline):
+                return protocol.RoundReport(entry.missing, entry.error)
+
+    async def _wait_change(self, deadline: float) -> bool:
+        """False at the deadline (loop time)."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
     async def _await_version(self, wish: protocol.AwaitVersion) -> Message:
         if wish.channel not in self._channels:
             raise ChannelError(
@@ -300,12 +371,26 @@ class Coordinator:
             verdict = is_reached(status, wish)
             if verdict is not None:
                 return protocol.VersionReport(status, verdict)
-            left = deadline - loop.time()
-            if left <= 0:
+            if not await self._wait_change(deadline):
                 return protocol.VersionReport(status, False)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left):
-                    await self._changed.wait()
+
+
+def _plan_what_fits(
+    held: Mapping[int, Holding], classes: Mapping[str, Holding]
+) -> tuple[ShardPlan | None, dict[str, str]]:
+    """The lanes for all classes that can be served, and why the others cannot. Refusing one does not stop the rest."""
+    try:
+        return plan_lanes(held, classes), {}
+    except WsyncError as exc:
+        if len(classes) == 1:
+            return plan_lanes(held, {}), dict.fromkeys(classes, exc.problem)
+    refused: dict[str, str] = {}
+    for digest, holding in classes.items():
+        try:
+            plan_lanes(held, {digest: holding})
+        except WsyncError as exc:
+            refused[digest] = exc.problem
+    return plan_lanes(held, {d: h for d, h in classes.items() if d not in refused}), refused
 
 
 def is_reached(status: VersionStatus, wish: protocol.AwaitVersion) -> bool | None:

@@ -52,6 +52,7 @@ class _Member:
     incarnation: str
     committed_version: int = 0
     lane_nbytes: int = 0
+    shard: protocol.ShardReport | None = None
     leases: list[HeldSlot] = field(default_factory=list)
 
     def report(self) -> protocol.ReplicaReport:
@@ -69,6 +70,8 @@ class _Channel:
     manifests: dict[str, Manifest] = field(default_factory=dict)
     trainer: _Member | None = None
     replicas: list[_Member] = field(default_factory=list)
+    shards: list[_Member] = field(default_factory=list)
+    """Members that only describe themselves here; their lanes are channels of their own."""
 
     def report(self) -> protocol.ChannelReport:
         trainer = self.trainer
@@ -79,6 +82,7 @@ class _Channel:
             trainer=protocol.TrainerReport(trainer.member_id, trainer.incarnation) if trainer else None,
             replicas=tuple(member.report() for member in self.replicas),
             slots=tuple(held.report() for held in self.staging.slots if held.is_filled),
+            shards=tuple(member.shard for member in self.shards if member.shard is not None),
         )
 
 
@@ -166,12 +170,15 @@ class Holder:
                 return await self._adopt(message, fds)
             for fd in fds:
                 os.close(fd)
-            if isinstance(message, protocol.AttachTrainer | protocol.AttachReplica):
+            if isinstance(message, protocol.AttachTrainer | protocol.AttachReplica | protocol.AttachShard):
                 if member:
                     raise StaleView("this connection is attached already")
                 self._num_joining += 1
                 try:
-                    attached, reply = await self._attach(wire, message)
+                    if isinstance(message, protocol.AttachShard):
+                        attached, reply = await self._attach_shard(wire, message)
+                    else:
+                        attached, reply = await self._attach(wire, message)
                 finally:
                     self._num_joining -= 1
                 member.append(attached)
@@ -197,11 +204,27 @@ class Holder:
         except BaseException:
             self._detach(member)
             raise
-        wire.peer = f"{'trainer' if is_trainer else 'replica'} {message.member_id}"
-        if wire.is_closed:
+        self._enter(member, "trainer" if is_trainer else "replica")
+        return member, reply
+
+    def _enter(self, member: _Member, role: str) -> None:
+        member.wire.peer = f"{role} {member.member_id}"
+        if member.wire.is_closed:
             self._detach(member)
         else:
             self._members.add(member)
+
+    async def _attach_shard(self, wire: Wire, message: protocol.AttachShard) -> tuple[_Member, Message]:
+        channel, shard = self._channel(message.channel), message.shard
+        member = _Member(wire, False, channel, shard.member_id, shard.incarnation, shard=shard)
+        channel.shards.append(member)
+        try:
+            register = protocol.RegisterShard(message.channel, shard)
+            reply = await self._upstream.call(register, timeout_s=self.config.join_timeout_s)
+        except BaseException:
+            self._detach(member)
+            raise
+        self._enter(member, f"trainer rank {shard.rank}" if shard.is_trainer else "worker")
         return member, reply
 
     async def _register(self, member: _Member, message: protocol.AttachTrainer | protocol.AttachReplica) -> Message:
@@ -240,6 +263,8 @@ class Holder:
         channel = member.channel
         if member in channel.replicas:
             channel.replicas.remove(member)
+        if member in channel.shards:
+            channel.shards.remove(member)
         if channel.trainer is member:
             channel.trainer = None
             channel.origin.drop_unpacked("its trainer left while packing")
@@ -267,8 +292,14 @@ class Holder:
                 self._release(member, message)
             case protocol.HashRanges(version, ranges):
                 return await self._hash_ranges(member.channel, version, ranges)
-            case protocol.AwaitVersion(timeout_s=timeout_s):
+            case (
+                protocol.AwaitVersion(timeout_s=timeout_s)
+                | protocol.AwaitLanes(timeout_s=timeout_s)
+                | protocol.AwaitRound(timeout_s=timeout_s)
+            ):
                 return await self._upstream.call(message, timeout_s=timeout_s + 2.0)
+            case protocol.OpenRound():
+                return await self._upstream.call(message, timeout_s=self.config.join_timeout_s)
             case protocol.GetManifest(_, digest):
                 return protocol.ManifestFound(await self._manifest(member.channel.name, digest))
             case _:

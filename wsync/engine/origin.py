@@ -16,7 +16,7 @@ from wsync.engine.protocol import SlotReserved
 from wsync.engine.services import HolderServices
 from wsync.engine.staging import HeldSlot, SlotPhase, Staging
 from wsync.engine.tensors import MAX_THREADS
-from wsync.errors import ErrorContext, StaleView, TransferTimeout
+from wsync.errors import ErrorContext, PublishError, StaleView, TransferTimeout
 
 OVERLAPS = (os.cpu_count() or 1) > MAX_THREADS
 """Whether chunks are served and hashed while the trainer still packs. A snapshot uses up to `MAX_THREADS` cores: on a
@@ -60,7 +60,9 @@ class Origin:
                     hint="raise timeout_s, or use on_busy='supersede'",
                     context=ErrorContext(channel=staging.channel, phase="publish", elapsed_s=wish.timeout_s),
                 )
-        version = staging.highest + 1
+        version = wish.version or staging.highest + 1
+        if version <= staging.highest:
+            raise self._too_old(version)
         unsent = {held.version for held in staging.slots if held.is_unsent}
         held = await staging.take(
             version,
@@ -70,6 +72,9 @@ class Origin:
             max(0.0, deadline - asyncio.get_running_loop().time()),
         )
         held.version = version = max(version, staging.highest + 1)  # it may have heard of others meanwhile
+        if wish.version and version != wish.version:
+            held.phase = SlotPhase.FREE
+            raise self._too_old(wish.version)
         staging.highest = version
         staging.begin(held, wish.step, manifest_digest)
         packing = self._packings[version] = _Packing(held)
@@ -89,6 +94,13 @@ class Origin:
             )
         )
         return SlotReserved(version, held.slot_id)
+
+    def _too_old(self, version: int) -> PublishError:
+        return PublishError(
+            f"version {version} of '{self._staging.channel}' comes after version {self._staging.highest}",
+            hint="publish the next one",
+            context=ErrorContext(channel=self._staging.channel, version=version, phase="publish"),
+        )
 
     def packed_to(self, version: int, nbytes: int) -> None:
         """The first `nbytes` are in place: digest and serve the whole chunks among them."""

@@ -21,7 +21,9 @@ from typing import Literal
 
 import msgspec
 
+from wsync.engine.lanes import ShardLane
 from wsync.errors import ErrorRecord, WsyncError
+from wsync.holding import Holding
 from wsync.manifest import Manifest
 from wsync.status import VersionStatus
 
@@ -71,9 +73,12 @@ class Attached(Message, frozen=True):
 
 
 class ReserveSlot(Message, frozen=True):
+    """`version` is the number that it must get, when others share it; 0: the next one."""
+
     step: int
     on_busy: OnBusy
     timeout_s: float
+    version: int = 0
 
 
 class SlotReserved(Message, frozen=True):
@@ -149,6 +154,75 @@ class HandBack(Message, frozen=True):
     manifest: Manifest
 
 
+# --- sharded channels: a member describes itself to its holder, the rest is passed on to the coordinator
+class ShardReport(msgspec.Struct, frozen=True):
+    """A trainer rank, or a worker (`rank` -1), and what it has or wants."""
+
+    member_id: str
+    incarnation: str
+    rank: int
+    num_ranks: int
+    holding: Holding
+    last_version: int
+
+    @property
+    def is_trainer(self) -> bool:
+        return self.rank >= 0
+
+
+class AttachShard(Message, frozen=True):
+    channel: str
+    shard: ShardReport
+
+
+class RegisterShard(Message, frozen=True):
+    channel: str
+    shard: ShardReport
+
+
+class AwaitLanes(Message, frozen=True):
+    """The member's lanes in the present plan (or in `plan_id`), as soon as every trainer rank has joined."""
+
+    channel: str
+    member_id: str
+    plan_id: str
+    timeout_s: float
+
+
+class LanesPlanned(Message, frozen=True):
+    """`mine` are the member's lanes, `all_lanes` the ids of all. `missing_ranks`: there is no plan before they join."""
+
+    plan_id: str
+    mine: tuple[ShardLane, ...]
+    all_lanes: tuple[str, ...]
+    missing_ranks: tuple[int, ...]
+
+
+class OpenRound(Message, frozen=True):
+    channel: str
+    rank: int
+    incarnation: str
+    step: int
+
+
+class RoundOpened(Message, frozen=True):
+    version: int
+    plan_id: str
+
+
+class AwaitRound(Message, frozen=True):
+    """Answered when every rank has published the version, when it was dropped, or at the time-out."""
+
+    channel: str
+    version: int
+    timeout_s: float
+
+
+class RoundReport(Message, frozen=True):
+    missing_ranks: tuple[int, ...]
+    error: str
+
+
 # --- member or holder -> coordinator (holders pass it on)
 class AwaitVersion(Message, frozen=True):
     """Answered when the version has reached `phase` on `num_replicas` (0: all, at least one), or at the time-out."""
@@ -208,6 +282,7 @@ class ChannelReport(msgspec.Struct, frozen=True):
     trainer: TrainerReport | None
     replicas: tuple[ReplicaReport, ...]
     slots: tuple[SlotReport, ...]
+    shards: tuple[ShardReport, ...] = ()
 
 
 class HolderHello(Message, frozen=True):

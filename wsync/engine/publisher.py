@@ -9,7 +9,7 @@ import operator
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -42,6 +42,7 @@ class Publisher:
     at every `publish`, and must keep its names, shapes and dtypes. `names` restricts it to a declared part.
     `on_busy` says what `publish` does while an earlier version is still on its way: `supersede` packs the new one,
     which is sent next (of those that wait only the newest is sent), `wait` waits for it, `skip` publishes nothing.
+    `wire_dtypes` names the tensors that are cast while they are packed, and to what.
 
     After the constructor has returned, the channel is known to the coordinator and this host has its slots. Raises
     ChannelError when another publisher of the channel lives, ArenaError when memory is lacking, ManifestMismatch for
@@ -55,6 +56,7 @@ class Publisher:
         *,
         names: Sequence[str] | None = None,
         on_busy: OnBusy = "supersede",
+        wire_dtypes: Mapping[str, str] | None = None,
         member_id: str = "",
         config: Config | None = None,
     ) -> None:
@@ -63,8 +65,8 @@ class Publisher:
             raise ConfigError(f"on_busy must be wait, skip or supersede, not {on_busy!r}")
         self.config = config or Config.from_env()
         self.member_id = member_id or default_member_id("trainer")
-        self._source, self._names, self._on_busy = source, names, on_busy
-        self._live = live_tensors(source, names, is_target=False)
+        self._source, self._names, self._on_busy, self._wire_dtypes = source, names, on_busy, wire_dtypes
+        self._live = live_tensors(source, names, is_target=False, wire_dtypes=wire_dtypes)
         self._manifest: Manifest = self._live.manifest
         self._lane = lane_of(self._manifest)
         self._incarnation = secrets.token_hex(8)
@@ -101,10 +103,11 @@ class Publisher:
         """The newest version of the channel that this publisher knows of; 0 before the first."""
         return self._last_version
 
-    def publish(self, step: int, *, timeout_s: float = 60.0) -> Publication:
+    def publish(self, step: int, *, timeout_s: float = 60.0, version: int = 0) -> Publication:
         """Snapshot the live tensors as the next version. When this returns, training may change them.
 
-        `step` is a label of yours, an integer that travels with the version.
+        `step` is a label of yours, an integer that travels with the version. `version` is its number, where that is
+        agreed with others (it must be newer than all before); by default the next one.
 
         The bytes are then in a slot of this host's holder, which digests and sends them. A holder that dies meanwhile
         is replaced and the snapshot is taken again. Raises ManifestMismatch when the tensors are not those of the
@@ -125,13 +128,16 @@ class Publisher:
                 )
             started = time.monotonic()
             deadline = started + timeout_s
-            live = live_tensors(self._source, self._names, is_target=False, former=self._live)
+            live = live_tensors(
+                self._source, self._names, is_target=False, former=self._live, wire_dtypes=self._wire_dtypes
+            )
             self._check_unchanged(live.manifest)
             self._live = live
             while True:
                 holder = self._link.pin(timeout_s=max(0.1, deadline - time.monotonic()))
                 try:
-                    version, nbytes = self._snapshot(holder, live, step, max(0.0, deadline - time.monotonic()))
+                    left = max(0.0, deadline - time.monotonic())
+                    version, nbytes = self._snapshot(holder, live, step, version, left)
                     break
                 except (PeerLost, StaleView):
                     if time.monotonic() >= deadline or not holder.is_broken:
@@ -141,8 +147,11 @@ class Publisher:
                 self._steps = {v: s for v, s in self._steps.items() if v > version - 8} | {version: step}
             return Publication(self, version, step, time.monotonic() - started, nbytes)
 
-    def _snapshot(self, holder: Pinned, live: Tensors, step: int, timeout_s: float) -> tuple[int, int]:
-        reply = holder.ask(protocol.ReserveSlot(step, self._on_busy, timeout_s), timeout_s=timeout_s)
+    def _snapshot(
+        self, holder: Pinned, live: Tensors, step: int, wanted_version: int, timeout_s: float
+    ) -> tuple[int, int]:
+        wish = protocol.ReserveSlot(step, self._on_busy, timeout_s, wanted_version)
+        reply = holder.ask(wish, timeout_s=timeout_s)
         assert isinstance(reply, protocol.SlotReserved)
         version = reply.version
         if not version:

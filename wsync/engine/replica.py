@@ -207,14 +207,10 @@ class Replica:
     def _commit(
         self, min_version: int, max_version: int, *, timeout_s: float, grace_s: float = GRACE_S
     ) -> Commit | None:
-        if self._is_closed:
-            raise CommitError(f"this replica of '{self.channel}' is closed", hint="create a new Replica")
-        wish = protocol.LeaseVersion(min_version, max_version, timeout_s)
-        holder = self._link.pin(timeout_s=timeout_s + grace_s)
-        leased = holder.ask(wish, timeout_s=timeout_s, grace_s=grace_s)
-        assert isinstance(leased, protocol.VersionLeased)
-        if not leased.version:
+        held = self._lease(min_version, max_version, timeout_s=timeout_s, grace_s=grace_s)
+        if held is None:
             return None
+        holder, leased = held
         with self._lock:
             if not max_version and leased.version < self._next_version():  # another thread was faster
                 self._release(holder, leased.version, is_committed=False, pause_s=0.0, error="")
@@ -226,6 +222,18 @@ class Replica:
                 if commit is None:
                     raise
                 return commit
+
+    def _lease(
+        self, min_version: int, max_version: int, *, timeout_s: float, grace_s: float = GRACE_S
+    ) -> tuple[Pinned, protocol.VersionLeased] | None:
+        """A lease on the newest whole version in the range, to be installed or released by the caller."""
+        if self._is_closed:
+            raise CommitError(f"this replica of '{self.channel}' is closed", hint="create a new Replica")
+        wish = protocol.LeaseVersion(min_version, max_version, timeout_s)
+        holder = self._link.pin(timeout_s=timeout_s + grace_s)
+        leased = holder.ask(wish, timeout_s=timeout_s, grace_s=grace_s)
+        assert isinstance(leased, protocol.VersionLeased)
+        return (holder, leased) if leased.version else None
 
     def _install_and_release(self, holder: Pinned, leased: protocol.VersionLeased) -> Commit:
         try:

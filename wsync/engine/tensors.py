@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from wsync.errors import ConfigError, ManifestMismatch
-from wsync.manifest import Lane, Manifest, TensorSpec
+from wsync.holding import Place
+from wsync.manifest import ITEMSIZE, Lane, Manifest, TensorSpec
 from wsync.memory import Slot
 
 if TYPE_CHECKING:
@@ -42,12 +43,18 @@ def progress_nbytes(lane: Lane) -> int:
 
 
 def live_tensors(
-    source: Any, names: Sequence[str] | None, *, is_target: bool, former: Tensors | None = None
+    source: Any,
+    names: Sequence[str] | None,
+    *,
+    is_target: bool,
+    former: Tensors | None = None,
+    wire_dtypes: Mapping[str, str] | None = None,
 ) -> Tensors:
     """The named tensors of a module, of a state dict, or of a mapping of numpy arrays; only `names` if given.
 
-    `former` is what this returned last time: it is returned again if nothing has been replaced since.
-    Raises ManifestMismatch or ConfigError naming the tensor that cannot take part.
+    `wire_dtypes` names those that travel in another dtype than their own: they are cast when they are packed, with
+    round to nearest even. `former` is what this returned last time: it is returned again if nothing has been replaced
+    since. Raises ManifestMismatch or ConfigError naming the tensor that cannot take part.
     """
     if former is not None and former.is_current(source):
         return former
@@ -59,9 +66,9 @@ def live_tensors(
     ):
         from wsync.integrations.torch import TorchTensors
 
-        return TorchTensors(source, wanted, is_target=is_target)
+        return TorchTensors(source, wanted, is_target=is_target, wire_dtypes=wire_dtypes or {})
     if isinstance(source, Mapping):
-        return NumpyTensors(source, wanted, is_target=is_target)
+        return NumpyTensors(source, wanted, is_target=is_target, wire_dtypes=wire_dtypes or {})
     raise ConfigError(
         f"cannot read tensors from a {type(source).__name__}",
         hint="pass an nn.Module, a state dict, or a mapping of names to torch tensors or numpy arrays",
@@ -169,6 +176,44 @@ class Tensors(ABC):
         return self._moves[1]
 
 
+def strided_view(local: Any, place: Place, extent: tuple[int, ...]) -> Any:
+    """The region of `extent` at `place` as a view of a live local, a torch tensor or numpy array."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(local, torch.Tensor):
+        offset, strides = place.strided(local.stride())
+        return local.detach().as_strided(extent, strides, local.storage_offset() + offset)
+    import numpy as np
+
+    start = local[(*(slice(at, None) for at in place.start), ...)]
+    return np.lib.stride_tricks.as_strided(start, extent, place.strided(local.strides)[1])
+
+
+def bits_of(view: Any, dtype: str) -> Any:
+    """The elements of a torch or numpy view as `dtype` (cast if need be), in logical order, as unsigned words.
+
+    A numpy array of shape (elements, words of an element): one word of the element's size, two of 8 bytes for larger.
+    """
+    import numpy as np
+
+    itemsize = ITEMSIZE[dtype]
+    if hasattr(view, "detach"):
+        from wsync.integrations.torch import packed_bytes
+
+        flat = packed_bytes(view, dtype)
+    else:
+        flat = np.ascontiguousarray(view.astype(np.dtype(dtype), copy=False)).reshape(-1).view(np.uint8)
+    word = np.dtype(f"u{min(8, itemsize)}")
+    return flat.view(word).reshape(-1, max(1, itemsize // 8))
+
+
+def copy_into(target: Any, source: Any) -> None:
+    """Copy a view onto another of the same shape, torch or numpy."""
+    if hasattr(target, "copy_"):
+        target.copy_(source)
+    else:
+        target[...] = source
+
+
 class _Copier:
     """Collects large copies and shares them among threads, which numpy lets run at once."""
 
@@ -272,7 +317,14 @@ def check_separate(extents: Sequence[Extent]) -> None:
 class NumpyTensors(Tensors):
     """A mapping of names to numpy arrays. Arrays that are the very same memory are tied."""
 
-    def __init__(self, source: Mapping[str, Any], wanted: tuple[str, ...] | None, *, is_target: bool) -> None:
+    def __init__(
+        self,
+        source: Mapping[str, Any],
+        wanted: tuple[str, ...] | None,
+        *,
+        is_target: bool,
+        wire_dtypes: Mapping[str, str],
+    ) -> None:
         import numpy as np
 
         super().__init__()
@@ -292,8 +344,10 @@ class NumpyTensors(Tensors):
             pointer = value.__array_interface__["data"][0]
             identity = (pointer, value.shape, value.strides, value.dtype.str) if value.size else (name,)
             first = seen.setdefault(identity, name)
-            specs.append(TensorSpec(name, value.dtype.name, tuple(value.shape), "" if first == name else first))
+            dtype = wire_dtypes.get(name, value.dtype.name)
+            specs.append(TensorSpec(name, dtype, tuple(value.shape), "" if first == name else first))
         self.manifest = Manifest(tuple(specs))
+        self._wire = [np.dtype(spec.dtype) for spec in specs]
         self._identities = [(array.shape, array.strides, array.dtype) for array in self._arrays]
         if is_target:
             check_separate(
@@ -304,8 +358,10 @@ class NumpyTensors(Tensors):
                 ]
             )
         self.raw = [
-            array.reshape(-1).view(np.uint8) if array.flags.c_contiguous and array.size else None
-            for array in self._arrays
+            array.reshape(-1).view(np.uint8)
+            if array.flags.c_contiguous and array.size and array.dtype == wire
+            else None
+            for array, wire in zip(self._arrays, self._wire, strict=True)
         ]
 
     def is_current(self, source: Mapping[str, Any]) -> bool:
@@ -318,14 +374,13 @@ class NumpyTensors(Tensors):
         return self._identities == [(array.shape, array.strides, array.dtype) for array in self._arrays]
 
     def store(self, index: int, block: Bytes) -> None:
-        self._np.copyto(self._typed(index, block), self._arrays[index])
+        self._np.copyto(self._typed(index, block), self._arrays[index], casting="same_kind")
 
     def load(self, index: int, block: Bytes) -> None:
         self._np.copyto(self._arrays[index], self._typed(index, block))
 
     def _typed(self, index: int, block: Bytes) -> Any:
-        array = self._arrays[index]
-        return block.view(array.dtype).reshape(array.shape)
+        return block.view(self._wire[index]).reshape(self._arrays[index].shape)
 
     def digests(self) -> list[int]:
         return [xxhash.xxh3_64_intdigest(self._np.ascontiguousarray(array).tobytes()) for array in self._arrays]

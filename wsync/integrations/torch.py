@@ -26,7 +26,12 @@ class TorchTensors(Tensors):
     """The tensors of a module or mapping as they are now; see `wsync.engine.tensors.Tensors`."""
 
     def __init__(
-        self, source: torch.nn.Module | Mapping[str, Any], wanted: tuple[str, ...] | None, *, is_target: bool
+        self,
+        source: torch.nn.Module | Mapping[str, Any],
+        wanted: tuple[str, ...] | None,
+        *,
+        is_target: bool,
+        wire_dtypes: Mapping[str, str],
     ) -> None:
         super().__init__()
         named = source.state_dict(keep_vars=True) if isinstance(source, torch.nn.Module) else source
@@ -40,14 +45,18 @@ class TorchTensors(Tensors):
             _check(name, tensor, is_target=is_target)
             tensor = tensor.detach()
             self._tensors.append(tensor)
-            dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+            dtype, shape = _dtype_name(tensor), tuple(tensor.shape)
             identity = (tensor.data_ptr(), tensor.device, shape, tensor.stride(), dtype) if tensor.numel() else (name,)
             first = seen.setdefault(identity, name)
-            specs.append(TensorSpec(name, dtype, shape, "" if first == name else first))
+            wire_dtype = wire_dtypes.get(name, dtype)
+            specs.append(TensorSpec(name, wire_dtype, shape, "" if first == name else first))
         self.manifest = Manifest(tuple(specs))
         if is_target:
             check_separate([extent for extent in map(_extent, specs, self._tensors) if extent is not None])
-        self.raw = [_raw_bytes(tensor) if tensor.numel() else None for tensor in self._tensors]
+        self.raw = [
+            _raw_bytes(tensor) if tensor.numel() and spec.dtype == _dtype_name(tensor) else None
+            for tensor, spec in zip(self._tensors, specs, strict=True)
+        ]
         self._identities = _identities(self._sources)
         self._devices = {tensor.device for tensor in self._tensors if tensor.device.type != "cpu"}
         self.is_on_device = bool(self._devices)
@@ -77,6 +86,10 @@ class TorchTensors(Tensors):
 
     def digests(self) -> list[int]:
         return [_digest(tensor) for tensor in self._tensors]
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _identities(tensors: list[torch.Tensor]) -> tuple[list[Any], ...]:
@@ -136,8 +149,11 @@ def _check(name: str, tensor: object, *, is_target: bool) -> None:
         )
 
 
+def packed_bytes(tensor: torch.Tensor, dtype: str) -> Bytes:
+    """A tensor's bytes as that dtype, in logical order."""
+    flat = tensor.detach().to("cpu", getattr(torch, dtype)).resolve_conj().resolve_neg().contiguous()
+    return flat.reshape(-1).view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
+
+
 def _digest(tensor: torch.Tensor) -> int:
-    if not tensor.numel():
-        return int(xxhash.xxh3_64_intdigest(b""))
-    flat = tensor.to("cpu").resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-    return int(xxhash.xxh3_64_intdigest(flat.numpy().data))
+    return int(xxhash.xxh3_64_intdigest(packed_bytes(tensor, _dtype_name(tensor)).data))

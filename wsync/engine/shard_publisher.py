@@ -1,0 +1,188 @@
+"""A trainer rank's side of a sharded channel: each rank publishes the lanes that the plan gives it.
+
+Ranks speak with the coordinator, never with each other: no collective runs, and none can be out of order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from wsync.config import Config
+from wsync.engine import protocol
+from wsync.engine.lanes import Locator
+from wsync.engine.publisher import Publisher
+from wsync.engine.session import checked_channel, default_member_id
+from wsync.engine.shard_link import ASK_S, ShardLink, check_locals, lane_views
+from wsync.engine.shards import lane_channel
+from wsync.errors import (
+    ChannelError,
+    CommitError,
+    ConfigError,
+    ErrorContext,
+    MembershipError,
+    PublishError,
+    TransferTimeout,
+)
+from wsync.holding import Holding
+from wsync.status import ReplicaPhase, VersionStatus
+
+_POLL_S = 0.02
+
+
+class ShardPublisher:
+    """Rank `rank` of the `num_ranks` that together publish a channel.
+
+    `holding` says what this rank has of which tensors, `locals_` has the live memory of it: `read_state` of
+    `wsync.integrations.sharded` makes both from a module with DTensors, FSDP, ZeRO-3 or Megatron parameters. The
+    locals must stay where they are; their contents are read at every `publish`.
+
+    After the constructor has returned the coordinator knows this rank. The plan is made when all ranks and a worker
+    have joined. Raises ChannelError when the rank is published already or the ranks are counted differently.
+    """
+
+    def __init__(
+        self,
+        channel: str,
+        holding: Holding,
+        locals_: Mapping[str, Any],
+        *,
+        rank: int,
+        num_ranks: int,
+        member_id: str = "",
+        config: Config | None = None,
+    ) -> None:
+        self.channel = checked_channel(channel)
+        self.config = config or Config.from_env()
+        if not 0 <= rank < num_ranks:
+            raise ConfigError(f"rank {rank} is none of {num_ranks} ranks")
+        check_locals(holding, locals_)
+        self.rank, self.num_ranks = rank, num_ranks
+        self.member_id = member_id or f"{default_member_id('trainer')}-{rank}"
+        self._holding, self._locals = holding, dict(locals_)
+        self._locator = Locator(holding)
+        self._plan_id: str | None = None
+        self._all_lanes: tuple[str, ...] = ()
+        self._publishers: dict[str, Publisher] = {}
+        self._is_closed = False
+        self._link = ShardLink(self.channel, self.member_id, self.config, holding, rank=rank, num_ranks=num_ranks)
+
+    def publish(self, step: int, *, timeout_s: float = 60.0) -> ShardPublication:
+        """Snapshot this rank's lanes as a part of the next version. When this returns, training may go on.
+
+        The version exists when every rank has published it with the same `step`; ranks may call at different times.
+        A second version waits here until the first one has left this rank. Raises MembershipError naming the ranks
+        that have not joined by the time-out, PublishError when the ranks disagree about the step.
+        """
+        if self._is_closed:
+            raise PublishError(f"the publisher of '{self.channel}' is closed", hint="create a new one")
+        started = time.monotonic()
+        deadline = started + timeout_s
+        check_locals(self._holding, self._locals)
+        if self._plan_id is None:
+            self._follow(self._link.lanes(timeout_s))
+        wish = protocol.OpenRound(self.channel, self.rank, self._link.incarnation, step)
+        opened = self._link.ask(wish, timeout_s=min(ASK_S, timeout_s))
+        assert isinstance(opened, protocol.RoundOpened)
+        if opened.plan_id != self._plan_id:
+            self._follow(self._link.lanes(max(0.0, deadline - time.monotonic()), plan_id=opened.plan_id))
+        self._link.highest = max(self._link.highest, opened.version)
+        nbytes = 0
+        for publisher in self._publishers.values():
+            left = max(0.0, deadline - time.monotonic())
+            nbytes += publisher.publish(step, timeout_s=left, version=opened.version).nbytes
+        return ShardPublication(self, opened.version, step, time.monotonic() - started, nbytes, self._all_lanes)
+
+    def _follow(self, planned: protocol.LanesPlanned) -> None:
+        """Have a publisher for each lane of the plan, and no other."""
+        wanted = {lane.lane_id: lane for lane in planned.mine}
+        for lane_id in [lane_id for lane_id in self._publishers if lane_id not in wanted]:
+            self._publishers.pop(lane_id).close()
+        for lane_id, lane in wanted.items():
+            if lane_id not in self._publishers:
+                fragments, _ = lane_views(self._locator, self._holding, self._locals, lane)
+                self._publishers[lane_id] = Publisher(
+                    lane_channel(self.channel, lane_id),
+                    fragments,
+                    on_busy="wait",
+                    wire_dtypes={spec.name: spec.dtype for spec in lane.manifest.tensors},
+                    member_id=self.member_id,
+                    config=self.config,
+                )
+        self._plan_id, self._all_lanes = planned.plan_id, planned.all_lanes
+
+    def close(self) -> None:
+        """Leave. What is packed goes on to the workers. Idempotent."""
+        self._is_closed = True
+        for publisher in self._publishers.values():
+            publisher.close()
+        self._link.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class ShardPublication:
+    """One rank's part of a version. `nbytes` are those of this rank, `pause_s` is how long `publish` held it."""
+
+    def __init__(
+        self, publisher: ShardPublisher, version: int, step: int, pause_s: float, nbytes: int, lanes: tuple[str, ...]
+    ) -> None:
+        self.version, self.step, self.pause_s, self.nbytes = version, step, pause_s, nbytes
+        self._publisher, self._lanes = publisher, lanes
+
+    def wait_committed(self, timeout_s: float = 60.0) -> None:
+        """Until every rank has published the version, and every worker runs it or a newer one.
+
+        Raises PublishError when it was dropped, MembershipError naming the ranks that have not published it or when
+        there is no worker, TransferTimeout naming the workers that lack it, CommitError when one could not install it.
+        """
+        deadline = time.monotonic() + timeout_s
+        link, channel = self._publisher._link, self._publisher.channel
+        context = ErrorContext(channel=channel, version=self.version, phase="committed")
+        report = link.ask(protocol.AwaitRound(channel, self.version, timeout_s), timeout_s=timeout_s)
+        assert isinstance(report, protocol.RoundReport)
+        if report.error:
+            raise PublishError(f"version {self.version} was dropped: {report.error}", context=context)
+        if report.missing_ranks:
+            raise MembershipError(
+                f"trainer ranks {list(report.missing_ranks)} have not published version {self.version}",
+                hint="every rank must call publish",
+                context=context,
+            )
+        if not self._lanes:
+            raise MembershipError(f"nobody receives version {self.version}", hint="start workers", context=context)
+        for lane_id in self._lanes:
+            status = self._await_lane(lane_channel(channel, lane_id), deadline)
+            failed = [f"{r.member_id}: {r.error}" for r in status.replicas if r.phase is ReplicaPhase.FAILED]
+            if failed:
+                raise CommitError(
+                    f"version {self.version} could not be installed: {'; '.join(failed)}", context=context
+                )
+            if not status.replicas or status.count(ReplicaPhase.COMMITTED) < len(status.replicas):
+                raise TransferTimeout(
+                    f"version {self.version} is not committed everywhere: {status.describe_replicas()}",
+                    hint="a staged worker commits when it calls commit_latest()",
+                    context=context,
+                )
+
+    def _await_lane(self, channel: str, deadline: float) -> VersionStatus:
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            try:
+                wish = protocol.AwaitVersion(channel, self.version, "committed", 0, left)
+                report = self._publisher._link.ask(wish, timeout_s=left)
+            except ChannelError:
+                if left <= 0:
+                    raise
+                time.sleep(_POLL_S)
+                continue
+            assert isinstance(report, protocol.VersionReport)
+            return report.status

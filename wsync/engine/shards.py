@@ -1,0 +1,211 @@
+"""What the coordinator knows of a channel whose state is sharded: who holds and who wants what, and the rounds. Pure.
+
+Trainer ranks and workers describe their holdings when they join. From these the lanes are planned; each lane is then a
+channel of its own (`lane_channel`), with an origin, receivers, routes and recovery like any other. What is left to
+this module is what the lanes of one version have in common: its number, its step, and that every rank takes part.
+
+A version's number is given by a *round*: the first rank that publishes opens it, the others join it. Numbers are the
+same in every lane, so that a worker commits the lanes of one number together or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from wsync.engine.lanes import ShardPlan
+from wsync.engine.membership import View
+from wsync.engine.protocol import ShardReport
+from wsync.errors import ChannelError, ErrorContext, ManifestMismatch, PublishError
+from wsync.holding import Holding
+
+NUM_REMEMBERED = 16
+"""Rounds and plans that are kept for those who are late."""
+MAX_CLASSES = 64
+
+PlanKey = tuple[tuple[str, ...], tuple[str, ...]]
+"""Digests of the trainer ranks' holdings, in order of rank, and of the wanted ones."""
+
+
+def lane_channel(channel: str, lane_id: str) -> str:
+    """The channel over which a lane travels."""
+    return f"{channel}#{lane_id}"
+
+
+@dataclass
+class _Member:
+    holder_id: str
+    report: ShardReport
+    digest: str
+
+    @property
+    def identity(self) -> tuple[str, str]:
+        return self.report.member_id, self.report.incarnation
+
+
+@dataclass
+class Round:
+    """A version of all ranks. `ranks` have joined it; it is complete when all have."""
+
+    version: int
+    step: int
+    plan_id: str
+    num_ranks: int
+    ranks: set[int] = field(default_factory=set)
+    error: str = ""
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        return tuple(rank for rank in range(self.num_ranks) if rank not in self.ranks)
+
+
+class Shards:
+    """State of one sharded channel at the coordinator."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.highest = 0
+        self.plan: ShardPlan | None = None
+        self.plans: dict[str, ShardPlan] = {}
+        self.rounds: dict[int, Round] = {}
+        self._trainers: dict[int, _Member] = {}
+        self._workers: dict[str, _Member] = {}
+        self._classes: dict[str, Holding] = {}
+        self._refused: dict[str, str] = {}
+        self._planned: PlanKey | None = None
+
+    # --- members
+    def register(self, holder_id: str, report: ShardReport, view: View) -> None:
+        """Raises `ChannelError` for a rank that lives already, or that counts the ranks otherwise than the others."""
+        self.highest = max(self.highest, report.last_version)
+        member = _Member(holder_id, report, report.holding.digest())
+        if not report.is_trainer:
+            self._workers[report.member_id] = member
+            self._classes.pop(member.digest, None)
+            self._classes[member.digest] = report.holding
+            while len(self._classes) > MAX_CLASSES:
+                del self._classes[next(iter(self._classes))]
+            return
+        context = ErrorContext(channel=self.name, phase="join")
+        for rank, other in self._trainers.items():
+            if not view.holder(other.holder_id) or other.report.member_id == report.member_id:
+                continue
+            if other.report.num_ranks != report.num_ranks:
+                raise ChannelError(
+                    f"rank {report.rank} of '{self.name}' counts {report.num_ranks} trainer ranks, rank {rank} counts "
+                    f"{other.report.num_ranks}",
+                    hint="all ranks must be started with the same number; ranks of a former run must be closed first",
+                    context=context,
+                )
+            if rank == report.rank:
+                raise ChannelError(
+                    f"rank {rank} of '{self.name}' is published by {other.report.member_id} already",
+                    hint="close that publisher first, or give each process its own rank",
+                    context=context,
+                )
+        if report.num_ranks != len(self._trainers):
+            self._trainers = {r: m for r, m in self._trainers.items() if m.report.num_ranks == report.num_ranks}
+        self._trainers[report.rank] = member
+        self._drop_rounds(report.rank)
+
+    def _drop_rounds(self, rank: int) -> None:
+        """A rank is new: it has not packed what it joined before, and does not know the rounds that wait for it."""
+        for entry in self.rounds.values():
+            if entry.missing and not entry.error:
+                entry.error = f"trainer rank {rank} was started anew before every rank had published it"
+
+    def gone(self, member_id: str, incarnation: str) -> None:
+        """A message about a former incarnation changes nothing. Classes are kept: their workers may come back."""
+        gone = (member_id, incarnation)
+        self._trainers = {rank: m for rank, m in self._trainers.items() if m.identity != gone}
+        self._workers = {name: m for name, m in self._workers.items() if m.identity != gone}
+
+    def holder_lost(self, holder_id: str) -> None:
+        self._trainers = {rank: m for rank, m in self._trainers.items() if m.holder_id != holder_id}
+        self._workers = {name: m for name, m in self._workers.items() if m.holder_id != holder_id}
+
+    # --- the plan
+    @property
+    def missing_ranks(self) -> tuple[int, ...]:
+        """Trainer ranks that have not joined; rank 0 when none has."""
+        num_ranks = next((member.report.num_ranks for member in self._trainers.values()), 1)
+        return tuple(rank for rank in range(num_ranks) if rank not in self._trainers)
+
+    def can_answer(self, member_id: str) -> bool:
+        """Whether the member's lanes are known, or can be planned: a worker like others needs no trainer for that."""
+        worker = self._workers.get(member_id)
+        is_planned = worker is not None and self._planned is not None and worker.digest in self._planned[1]
+        return is_planned or not self.missing_ranks
+
+    def to_plan(self) -> tuple[PlanKey, Mapping[int, Holding], Mapping[str, Holding]] | None:
+        """What a new plan has to be made of; None while ranks are missing, or when the present one is of this."""
+        if self.missing_ranks:
+            return None
+        held = {rank: self._trainers[rank].report.holding for rank in sorted(self._trainers)}
+        key = (tuple(self._trainers[rank].digest for rank in sorted(held)), tuple(sorted(self._classes)))
+        if key == self._planned:
+            return None
+        return key, held, dict(self._classes)
+
+    def planned(self, key: PlanKey, plan: ShardPlan | None, refused: Mapping[str, str]) -> None:
+        """The plan for `key`; `refused` says which classes could not be served, and why."""
+        self._planned, self.plan, self._refused = key, plan, dict(refused)
+        if plan is not None:
+            self.plans.pop(plan.plan_id, None)
+            self.plans[plan.plan_id] = plan
+            while len(self.plans) > NUM_REMEMBERED:
+                del self.plans[next(iter(self.plans))]
+
+    def lanes_of(self, member_id: str, plan_id: str) -> tuple[ShardPlan, tuple[str, int]]:
+        """The plan (the present one, or `plan_id`) and what selects the member's lanes in it: its class, or its rank.
+
+        Raises ManifestMismatch for a member whose holding does not go with the others, ChannelError for a stranger.
+        """
+        plan = self.plans.get(plan_id) if plan_id else self.plan
+        worker = self._workers.get(member_id)
+        rank = next((r for r, member in self._trainers.items() if member.report.member_id == member_id), -1)
+        if worker is None and rank < 0:
+            raise ChannelError(f"'{member_id}' has not joined '{self.name}'", hint="join again")
+        problem = self._refused.get(worker.digest if worker is not None else "")
+        if problem:
+            raise ManifestMismatch(problem, context=ErrorContext(channel=self.name, phase="plan", peers=(member_id,)))
+        if plan is None:
+            raise ChannelError(f"'{self.name}' has no plan {plan_id or 'yet'}", hint="join again")
+        return plan, (worker.digest if worker is not None else "", rank)
+
+    # --- rounds
+    def open_round(self, rank: int, incarnation: str, step: int) -> Round:
+        """The round in which this rank's next version takes part; opened if it is the first.
+
+        Raises PublishError when the ranks do not agree about the step: the version is dropped whole.
+        """
+        member = self._trainers.get(rank)
+        context = ErrorContext(channel=self.name, phase="publish")
+        if member is None or member.report.incarnation != incarnation:
+            raise PublishError(f"rank {rank} of '{self.name}' has been replaced", context=context)
+        if self.missing_ranks:
+            raise PublishError(
+                f"trainer ranks {list(self.missing_ranks)} of '{self.name}' have not joined or have left",
+                hint="start them, or start all ranks with the number that there is",
+                context=context,
+            )
+        for entry in sorted(self.rounds.values(), key=lambda r: r.version):
+            if entry.error or rank in entry.ranks or not entry.missing:
+                continue
+            if entry.step != step:
+                entry.error = (
+                    f"trainer rank {rank} offers step {step} for version {entry.version}, ranks "
+                    f"{sorted(entry.ranks)} offered step {entry.step}"
+                )
+                raise PublishError(
+                    entry.error, hint="all ranks must publish the same steps in the same order", context=context
+                )
+            entry.ranks.add(rank)
+            return entry
+        self.highest += 1
+        plan_id = self.plan.plan_id if self.plan is not None else ""
+        entry = Round(self.highest, step, plan_id, member.report.num_ranks, {rank})
+        self.rounds[entry.version] = entry
+        while len(self.rounds) > NUM_REMEMBERED:
+            del self.rounds[next(iter(self.rounds))]
+        return entry
