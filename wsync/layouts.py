@@ -170,7 +170,7 @@ def _block(
     patches: Iterable[Patch],
     padding: Iterable[Region],
 ) -> Block:
-    """A block with only those tensors that it has something of (all there is, if there is nothing)."""
+    """A block with only those tensors that it has something of; a tensor without elements stays."""
     patches = tuple(patches)
     used = {patch.tensor for patch in patches}
     kept = tuple((name, size) for name, size in tensors if name in used or 0 in size)

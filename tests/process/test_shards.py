@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from _members import Child, Job, Member
+from _members import Child, Job, Member, count_memfds, eventually
 
 from wsync.errors import (
     ChannelError,
@@ -192,6 +192,15 @@ def test_a_worker_of_a_new_kind_gets_the_next_version(job: Job) -> None:
     assert new.digest() == expected(2, 1, 3)
     assert first.wait_version(2) == 2
     assert first.digest() == expected(2, 0, 2)
+    num_lanes = sum(member.run(count_lanes) for member in ranks)
+    eventually(
+        lambda: count_memfds(job.holder_pid("A")) == job.config.num_slots * num_lanes,
+        "lanes of the former plan are freed",
+    )
+
+
+def count_lanes(child: Child) -> int:
+    return len(child.publisher._publishers)
 
 
 def test_a_rank_that_starts_again_goes_on_with_the_numbers(job: Job) -> None:

@@ -19,7 +19,7 @@ from wsync.engine.channel import Channel, Order
 from wsync.engine.lanes import ShardPlan, plan_lanes
 from wsync.engine.membership import HolderRecord, View
 from wsync.engine.protocol import Done, HolderHello, Message
-from wsync.engine.shards import Round, Shards
+from wsync.engine.shards import Round, Shards, lane_channel
 from wsync.engine.wire import Listener, Wire
 from wsync.errors import ChannelError, ConfigError, ErrorContext, PeerLost, StaleView, WsyncError
 from wsync.events import Aborted, Committed, EventBus, PlanMade, Staged, ViewChanged
@@ -191,6 +191,10 @@ class Coordinator:
             case protocol.OpenRound(name, rank, incarnation, step):
                 await self._plan(self._sharded(name))
                 opened = self._sharded(name).open_round(rank, incarnation, step)
+                for lane_id in self._sharded(name).retired_lanes(opened):
+                    retire = protocol.Retire(lane_channel(name, lane_id))
+                    self._send([(holder_id, retire) for holder_id in self._sessions])
+                    self._channels.pop(retire.channel, None)
                 self._wake()
                 return protocol.RoundOpened(opened.version, opened.plan_id)
             case protocol.AwaitRound():

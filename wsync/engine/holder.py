@@ -72,6 +72,7 @@ class _Channel:
     replicas: list[_Member] = field(default_factory=list)
     shards: list[_Member] = field(default_factory=list)
     """Members that only describe themselves here; their lanes are channels of their own."""
+    is_retired: bool = False
 
     def report(self) -> protocol.ChannelReport:
         trainer = self.trainer
@@ -198,6 +199,7 @@ class Holder:
     ) -> tuple[_Member, Message]:
         channel = self._channel(message.channel)
         is_trainer = isinstance(message, protocol.AttachTrainer)
+        channel.is_retired = False
         member = _Member(wire, is_trainer, channel, message.member_id, message.incarnation, message.last_version)
         try:
             reply = await self._register(member, message)
@@ -265,6 +267,8 @@ class Holder:
             channel.replicas.remove(member)
         if member in channel.shards:
             channel.shards.remove(member)
+        if channel.is_retired:
+            self._services.spawn(self._retire(channel))
         if channel.trainer is member:
             channel.trainer = None
             channel.origin.drop_unpacked("its trainer left while packing")
@@ -272,6 +276,15 @@ class Holder:
             channel.staging.release(held, member.member_id)
         member.leases.clear()
         self._upstream.tell(protocol.MemberGone(channel.name, member.member_id, member.incarnation))
+
+    async def _retire(self, channel: _Channel) -> None:
+        """Free what a lane without a future has here, unless a member still follows it."""
+        await asyncio.sleep(0)  # whoever leaves has left then
+        if channel.is_retired and channel.trainer is None and not channel.replicas:
+            channel.receiver.abort_all()
+            await channel.staging.drop_all()
+            if channel.is_retired and not channel.staging.slots:
+                self._channels.pop(channel.name, None)
 
     async def _handle_member(self, member: _Member, message: Message) -> tuple[Message, list[int]] | Message | None:
         match message:
@@ -421,6 +434,10 @@ class Holder:
                 if held is not None:
                     held.is_flying, held.has_flown = is_flying, True
                     self._channel(name).staging.wake()
+            case protocol.Retire(name):
+                if name in self._channels:
+                    self._channels[name].is_retired = True
+                    self._services.spawn(self._retire(self._channels[name]))
             case protocol.AskHave(name, version):
                 held = self._channel(name).staging.find(version)
                 ready = bytes(held.slot.ready) if held is not None else b""

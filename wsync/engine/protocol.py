@@ -445,6 +445,12 @@ class Flight(Message, frozen=True):
     is_flying: bool
 
 
+class Retire(Message, frozen=True):
+    """No plan has this lane any more: free its memory as soon as no member follows it."""
+
+    channel: str
+
+
 class AskHave(Message, frozen=True):
     channel: str
     version: int

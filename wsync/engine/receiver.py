@@ -85,6 +85,10 @@ class Receiver:
             pull.cancel()
         return pull is not None
 
+    def abort_all(self) -> None:
+        for version in list(self._pulls):
+            self.abort(version)
+
     async def _run(self, pull: _Pull) -> None:
         order, started = pull.order, time.monotonic()
         held: HeldSlot | None = None

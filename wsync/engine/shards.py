@@ -73,6 +73,7 @@ class Shards:
         self._classes: dict[str, Holding] = {}
         self._refused: dict[str, str] = {}
         self._planned: PlanKey | None = None
+        self._used_lanes: set[str] = set()
 
     # --- members
     def register(self, holder_id: str, report: ShardReport, view: View) -> None:
@@ -151,6 +152,7 @@ class Shards:
         """The plan for `key`; `refused` says which classes could not be served, and why."""
         self._planned, self.plan, self._refused = key, plan, dict(refused)
         if plan is not None:
+            self._used_lanes |= {lane.lane_id for lane in plan.lanes}
             self.plans.pop(plan.plan_id, None)
             self.plans[plan.plan_id] = plan
             while len(self.plans) > NUM_REMEMBERED:
@@ -209,3 +211,11 @@ class Shards:
         while len(self.rounds) > NUM_REMEMBERED:
             del self.rounds[next(iter(self.rounds))]
         return entry
+
+    def retired_lanes(self, entry: Round) -> set[str]:
+        """Lanes that nobody will use again, once: every rank has published by the present plan, which lacks them."""
+        if entry.missing or self.plan is None or entry.plan_id != self.plan.plan_id:
+            return set()
+        present = {lane.lane_id for lane in self.plan.lanes}
+        retired, self._used_lanes = self._used_lanes - present, present
+        return retired

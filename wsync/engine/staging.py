@@ -292,6 +292,15 @@ class Staging:
             held.lessees.remove(member_id)
         self.wake()
 
+    async def drop_all(self) -> None:
+        """Free every slot that nobody uses."""
+        async with self._lock:
+            for held in list(self.slots):
+                if self._is_idle(held):
+                    await self._vacate(held)
+                    self.slots.remove(held)
+                    held.slot.close()
+
     def close(self) -> None:
         for held in list(self.slots):
             self.slots.remove(held)
