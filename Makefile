@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: env test test-fast test-process demo bench check clean
+.PHONY: env test test-fast test-process test-zero3 demo bench check clean
 
 env: .venv/.ready
 
@@ -25,9 +25,15 @@ test-fast: env
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/unit tests/conformance
+	WSYNC_EXAMPLES=2000 $(BIN)/python -m pytest -q tests/property
 
 test-process: env
 	$(BIN)/python -m pytest -q tests/process
+
+# Slow to install and to start, so not a part of `test`.
+test-zero3: env
+	DS_BUILD_OPS=0 $(PIP) --no-build-isolation --no-deps --upgrade --target .venv/zero3 -c constraints.txt deepspeed hjson py-cpuinfo einops ninja
+	PYTHONPATH=.venv/zero3 DS_ACCELERATOR=cpu $(BIN)/python -m pytest -q tests/zero3
 
 demo: env
 	$(BIN)/wsync demo --json demo-report.json

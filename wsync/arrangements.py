@@ -57,7 +57,7 @@ class Arrangement(msgspec.Struct, frozen=True):
                 raise ManifestMismatch(f"{run} is empty or does not lie in a local of {self.extent} rows")
             filled[run.at : run.at + run.extent * run.step : run.step] = b"\1" * run.extent
             count += run.extent
-        if count != self.extent or not all(filled):
+        if count != self.extent or 0 in filled:
             raise ManifestMismatch(f"runs {self.runs} and padding {self.padding} do not fill {self.extent} rows once")
 
     def unpadded(self) -> tuple[tuple[int, int], ...]:

@@ -134,7 +134,7 @@ def _check(name: str, tensor: object, *, is_target: bool) -> None:
     if type(tensor).__name__ == "DTensor" or hasattr(tensor, "ds_shape") or hasattr(tensor, "_sharding_spec"):
         raise ManifestMismatch(
             f"'{name}' is only a shard of a tensor (DTensor, FSDP or ZeRO-3)",
-            hint="publish whole tensors: gather it first, for example with get_model_state_dict(full_state_dict=True)",
+            hint="publish it from every rank with wsync.ShardPublisher and integrations.sharded.read_state",
         )
     if tensor.device.type == "meta":
         raise ManifestMismatch(f"'{name}' is on the meta device and has no bytes", hint="materialize it first")
