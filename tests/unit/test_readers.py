@@ -305,6 +305,18 @@ def test_uneven_and_empty_shards_have_the_global_shape_of_their_spec(shape: tupl
         assert ("w" in [spec.name for spec in held.holding.tensors]) == is_there
 
 
+def test_a_local_without_elements_may_have_any_shape() -> None:
+    """Where tensor parallelism leaves a rank no columns, `fully_shard` makes a local of (0, 0)."""
+    full = values(3, 2)
+
+    def read(rank: int) -> Held:
+        mesh = init_device_mesh("cpu", (4,))
+        local = full[:, rank : rank + 1].clone() if rank < 2 else torch.empty(0, 0)
+        return read_state({"w": from_local(local, mesh, [Shard(1)], (3, 2)), "other": values(2)})
+
+    assert np.array_equal(assemble(on_ranks(4, read))["w"], full.numpy())
+
+
 def test_case_A36_each_rank_records_the_shape_that_it_believes_in() -> None:
     def guessed(rank: int) -> Held:
         local = values(3 - rank)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -15,6 +16,8 @@ from wsync.errors import ManifestMismatch
 from wsync.holding import Holding, Region
 from wsync.manifest import TensorSpec
 
+Owner = TypeVar("Owner")
+Item = TypeVar("Item")
 Layout = tuple[Region, ...]
 """Distinct regions, none of them empty, ascending."""
 
@@ -41,85 +44,126 @@ class Agreement(msgspec.Struct, frozen=True):
     """Tensors that the trainer names and nobody wants, ascending."""
 
 
-class Grouper:
-    """Groups again and again: a holding that it has seen the last time is not read again."""
+class _Chains(Generic[Item]):
+    """Numbers for sequences: one for equal ones, 0 for the empty one. A number costs its holder no container."""
 
     def __init__(self) -> None:
-        self._number: dict[tuple[Region, ...], int] = {}
-        self._layouts: list[Layout] = []
-        self._held: dict[int, tuple[Holding, dict[str, int]]] = {}
-        self._wanted: dict[str, tuple[Holding, dict[str, int]]] = {}
+        self.next: dict[tuple[int, Item], int] = {}
+        self._last: list[tuple[int, Item]] = []
+
+    def add(self, number: int, item: Item) -> int:
+        """The number of the sequence `number` and then `item`."""
+        longer = self.next.setdefault((number, item), len(self._last) + 1)
+        if longer > len(self._last):
+            self._last.append((number, item))
+        return longer
+
+    def items(self, number: int) -> list[Item]:
+        found: list[Item] = []
+        while number:
+            number, item = self._last[number - 1]
+            found.append(item)
+        return found[::-1]
+
+
+class Grouper:
+    """Groups again and again: while the trainer is the same, only holdings that are wanted anew are read."""
+
+    def __init__(self) -> None:
+        self._regions: _Chains[Region] = _Chains()
+        self._layouts: _Chains[Region] = _Chains()
+        self._layout_of: dict[int, int] = {0: 0}
+        self._held: Mapping[int, Holding] | None = None
         self._trainer: dict[str, TensorSpec] = {}
+        self._holders: _Chains[tuple[int, int]] = _Chains()
+        self._has: dict[str, int] = {}
+        self._wants: dict[str, dict[str, int]] = {}
 
     def agree(self, held: Mapping[int, Holding], wanted: Mapping[str, Holding]) -> Agreement:
         """Raises `ManifestMismatch` naming every difference: of trainer ranks, or of the two sides."""
-        trainer = _one_side(held)
-        if trainer != self._trainer:
-            self._trainer, self._wanted = trainer, {}  # what a worker's names mean depends on the trainer's ties
-        self._held = {
-            rank: self._kept(self._held.get(rank), holding) or (holding, self._rows(holding, _roots(holding)))
-            for rank, holding in sorted(held.items())
-        }
-        names = _Names(trainer)
-        self._wanted = {
-            digest: self._kept(self._wanted.get(digest), holding)
-            or (holding, self._rows(holding, names.translated(digest, holding)))
+        if self._held is None or held != self._held:
+            self._held = None  # until all of it is read
+            self._read_trainer(held)
+            self._held = dict(held)
+        names = _Names(self._trainer)
+        wants = {
+            digest: self._wants.get(digest) or self._rows(holding, names.translated(digest, holding))
             for digest, holding in sorted(wanted.items())
         }
         names.check()
-        return self._agreement(trainer)
+        self._wants = wants
+        return self._agreement()
 
-    def _agreement(self, trainer: Mapping[str, TensorSpec]) -> Agreement:
-        digests = list(self._wanted)
-        wants: dict[str, list[int]] = {}
-        for index, (_, rows) in enumerate(self._wanted.values()):
-            for name, layout in rows.items():
-                if self._layouts[layout]:
-                    wants.setdefault(name, []).append(index << 32 | layout)
-        has: dict[str, list[int]] = {name: [] for name in wants}
-        for rank, (_, rows) in self._held.items():
-            owner = rank << 32
-            for name, layout in rows.items():
-                if name in has:
-                    has[name].append(owner | layout)
-        members: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[str]] = {}
-        for name in sorted(wants):
-            members.setdefault((trainer[name].dtype, tuple(has[name]), tuple(wants[name])), []).append(name)
-        groups: list[Group] = []
-        for (dtype, holders, receivers), tensors in members.items():
-            owned = [(number >> 32, self._layouts[number & 0xFFFFFFFF]) for number in holders]
-            asked = [(digests[number >> 32], self._layouts[number & 0xFFFFFFFF]) for number in receivers]
-            groups.append(Group(dtype, tuple(pair for pair in owned if pair[1]), tuple(asked), tuple(tensors)))
-        ties = tuple(sorted((name, spec.alias_of) for name, spec in trainer.items() if spec.alias_of))
-        unwanted = sorted(name for name, spec in trainer.items() if not spec.alias_of and name not in wants)
-        return Agreement(tuple(groups), ties, tuple(unwanted))
-
-    def _kept(
-        self, last: tuple[Holding, dict[str, int]] | None, holding: Holding
-    ) -> tuple[Holding, dict[str, int]] | None:
-        return last if last is not None and (last[0] is holding or last[0] == holding) else None
+    def _read_trainer(self, held: Mapping[int, Holding]) -> None:
+        specs: dict[str, TensorSpec] = {}
+        differing: dict[str, None] = {}
+        rows: dict[int, dict[str, int]] = {}
+        for rank, holding in sorted(held.items()):
+            _check_own(holding)
+            names: list[str] = []  # one string per tensor for all ranks: later look-ups need not compare it
+            for spec in holding.tensors:
+                known = specs.setdefault(spec.name, spec)
+                if known is not spec and known != spec:
+                    differing[spec.name] = None
+                names.append(known.alias_of or known.name)
+            rows[rank] = self._rows(holding, names)
+        if differing:
+            raise ManifestMismatch(
+                f"trainer ranks differ: {_some([_by_rank(name, held) for name in sorted(differing)])}",
+                hint="every rank names a tensor with its whole shape, its dtype on the wire and the same ties",
+            )
+        self._trainer, self._has = specs, self._joined(rows, self._holders)
+        self._wants = {}  # what a worker's names mean depends on the trainer's ties
 
     def _rows(self, holding: Holding, names: Sequence[str]) -> dict[str, int]:
-        """The number of the layout of every tensor with pieces. `names` has the trainer's name of each tensor."""
-        regions: dict[str, list[Region]] = {}
+        """The number of the layout of every tensor with elements. `names` has the trainer's name of each tensor."""
+        first: dict[str, int] = {}
+        index = [first.setdefault(name, i) for i, name in enumerate(names)]
+        chains = [0] * len(names)
+        known, add = self._regions.next, self._regions.add
         for piece in holding.pieces:
-            name = names[piece.tensor]
-            if name in regions:
-                regions[name].append(piece.region)
-            else:
-                regions[name] = [piece.region]
-        return {name: self._numbered(tuple(found)) for name, found in regions.items()}
+            i = index[piece.tensor]
+            chains[i] = known.get((chains[i], piece.region)) or add(chains[i], piece.region)
+        layout_of = self._layout_of
+        for chain in set(chains).difference(layout_of):
+            layout_of[chain] = self._normal(self._regions.items(chain))
+        return {name: layout for name, i in first.items() if (layout := layout_of[chains[i]])}
 
-    def _numbered(self, regions: tuple[Region, ...]) -> int:
-        number = self._number.get(regions)
-        if number is None:
-            layout = tuple(sorted({region for region in regions if region.numel}))
-            number = self._number.get(layout)
-            if number is None:
-                number = self._number[layout] = len(self._layouts)
-                self._layouts.append(layout)
-            self._number[regions] = number
+    def _normal(self, regions: Iterable[Region]) -> int:
+        """One number for all ways to list the same regions."""
+        number = 0
+        for region in sorted({region for region in regions if region.numel}):
+            number = self._layouts.add(number, region)
         return number
+
+    def _joined(self, rows: Mapping[Owner, Mapping[str, int]], chains: _Chains[tuple[Owner, int]]) -> dict[str, int]:
+        """Who has which layout of each tensor, as a number."""
+        joined: dict[str, int] = {}
+        for owner, own in rows.items():
+            memo: dict[tuple[int, int], int] = {}
+            for name, layout in own.items():
+                so_far = (joined.get(name, 0), layout)
+                if so_far not in memo:
+                    memo[so_far] = chains.add(so_far[0], (owner, layout))
+                joined[name] = memo[so_far]
+        return joined
+
+    def _agreement(self) -> Agreement:
+        receivers: _Chains[tuple[str, int]] = _Chains()
+        wants = self._joined(self._wants, receivers)
+        members: dict[tuple[str, int, int], list[str]] = {}
+        for name in sorted(wants):
+            members.setdefault((self._trainer[name].dtype, self._has.get(name, 0), wants[name]), []).append(name)
+        groups = tuple(
+            Group(dtype, self._owned(self._holders.items(has)), self._owned(receivers.items(asked)), tuple(tensors))
+            for (dtype, has, asked), tensors in members.items()
+        )
+        ties = tuple(sorted((name, spec.alias_of) for name, spec in self._trainer.items() if spec.alias_of))
+        unwanted = sorted(name for name, spec in self._trainer.items() if not spec.alias_of and name not in wants)
+        return Agreement(groups, ties, tuple(unwanted))
+
+    def _owned(self, owners: Iterable[tuple[Owner, int]]) -> tuple[tuple[Owner, Layout], ...]:
+        return tuple((owner, tuple(self._layouts.items(layout))) for owner, layout in owners)
 
 
 class _Names:
@@ -133,23 +177,25 @@ class _Names:
 
     def translated(self, digest: str, holding: Holding) -> list[str]:
         """The trainer's tensor for each tensor of a wanted holding, so that a payload has one name."""
-        tied: dict[str, set[str]] = {}
-        roots = _roots(holding)
+        _check_own(holding)
+        roots = [spec.alias_of or spec.name for spec in holding.tensors]
+        theirs: dict[str, str] = {}
+        lacking: set[str] = set()
         for spec, root in zip(holding.tensors, roots, strict=True):
-            theirs = self._trainer.get(spec.name)
-            if theirs is None:
+            known = self._trainer.get(spec.name)
+            if known is None:
+                lacking.add(root)
                 continue
-            if (theirs.dtype, theirs.shape) != (spec.dtype, spec.shape):
-                self._differing[f"'{spec.name}' {_kind(theirs)} -> {_kind(spec)} of {digest[:12]}"] = None
-            tied.setdefault(root, set()).add(theirs.alias_of or theirs.name)
-        for names in tied.values():
-            if len(names) > 1:
-                self._untied[" = ".join(f"'{name}'" for name in sorted(names))] = None
-        missing = {root for root in roots if root not in tied}
-        if missing:
+            if known.shape != spec.shape or known.dtype != spec.dtype:
+                self._differing[f"'{spec.name}' {_kind(known)} -> {_kind(spec)} of {digest[:12]}"] = None
+            name = known.alias_of or known.name
+            if theirs.setdefault(root, name) != name:
+                self._untied[f"'{theirs[root]}' = '{name}'"] = None
+        lacking.difference_update(theirs)
+        if lacking:
             wanted = {roots[piece.tensor] for piece in holding.pieces}
-            self._lacking.update(dict.fromkeys(sorted(missing & wanted)))
-        return [min(tied[root]) if root in tied else root for root in roots]
+            self._lacking.update(dict.fromkeys(sorted(lacking & wanted)))
+        return [theirs.get(root, root) for root in roots]
 
     def check(self) -> None:
         faults = [
@@ -165,23 +211,6 @@ class _Names:
             raise ManifestMismatch("; ".join(faults), hint="give both sides the same names, shapes, dtypes and ties")
 
 
-def _one_side(held: Mapping[int, Holding]) -> dict[str, TensorSpec]:
-    """All tensors of the trainer; its ranks may name different ones, but must agree on those that several name."""
-    specs: dict[str, TensorSpec] = {}
-    differing: dict[str, None] = {}
-    for holding in held.values():
-        for spec in holding.tensors:
-            other = specs.setdefault(spec.name, spec)
-            if other is not spec and other != spec:
-                differing[spec.name] = None
-    if differing:
-        raise ManifestMismatch(
-            f"trainer ranks differ: {_some([_by_rank(name, held) for name in sorted(differing)])}",
-            hint="every rank names a tensor with its whole shape, its dtype on the wire and the same ties",
-        )
-    return specs
-
-
 def _by_rank(name: str, held: Mapping[int, Holding]) -> str:
     ranks: dict[str, list[str]] = {}
     for rank, holding in sorted(held.items()):
@@ -195,8 +224,8 @@ def _kind(spec: TensorSpec) -> str:
     return f"{spec.dtype} {list(spec.shape)}" + (f" tied to '{spec.alias_of}'" if spec.alias_of else "")
 
 
-def _roots(holding: Holding) -> list[str]:
-    """The tensor that has the payload of each tensor: itself, or the one it is tied to."""
+def _check_own(holding: Holding) -> None:
+    """Its names are unique, and it ties tensors only to those that can have the payload."""
     names = {spec.name: spec for spec in holding.tensors}
     if len(names) < len(holding.tensors):
         twice = [name for name, count in Counter(spec.name for spec in holding.tensors).items() if count > 1]
@@ -207,10 +236,9 @@ def _roots(holding: Holding) -> list[str]:
         root = names.get(spec.alias_of)
         if root is None or root.alias_of or (root.dtype, root.shape) != (spec.dtype, spec.shape):
             raise ManifestMismatch(
-                f"'{spec.name}' {_kind(spec)}, which is no tensor of the same holding, dtype and shape",
+                f"'{spec.name}' is {_kind(spec)}, which is no tensor of the same holding, dtype and shape",
                 hint="tie a tensor to one that has the payload itself",
             )
-    return [spec.alias_of or spec.name for spec in holding.tensors]
 
 
 def _some(names: Iterable[str], most: int = 10) -> str:

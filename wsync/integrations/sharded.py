@@ -258,6 +258,8 @@ def _ways(
 
 def _cut_part(name: str, shape: tuple[int, ...], local: torch.Tensor, ways: tuple[_Way, ...]) -> _Part:
     """A local that is cut in the one way that suits its shape."""
+    if not local.numel() and not all(math.prod(way[0]) for way in ways):  # `fully_shard` of nothing may be (0, 0)
+        return _Part(local.dtype, ((name, shape),), ())
     fitting = [way for way in ways if way[0] == tuple(local.shape)] or [ways[0]]
     if len(fitting) > 1:
         raise ManifestMismatch(
