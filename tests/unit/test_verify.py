@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wsync.cli import main
-from wsync.engine.verify import DigestReport, PartDigest, TensorDigest, check, compare, digest_report
+from wsync.engine.verify import DigestReport, PartDigest, TensorDigest, check, common_cuts, compare, digest_report
 from wsync.errors import ConfigError, ManifestMismatch
 from wsync.holding import Holding, HoldingBuilder, Region
 
@@ -258,6 +258,31 @@ def test_shapes_and_versions_that_do_not_go_together() -> None:
         compare([flat, report((4,), Region((2,), (2,)))], [flat])
     with pytest.raises(ConfigError, match=r"versions \[1, 2\]"):
         compare([report((4,), Region((0,), (4,)), 1)], [report((4,), Region((0,), (4,)), 2)])
+
+
+def test_members_whose_regions_overlap_in_part_need_common_cuts() -> None:
+    array = np.arange(10, dtype=np.float32)
+
+    def member(start: int, stop: int) -> tuple[Holding, Arrays]:
+        built = HoldingBuilder()
+        built.tensor("w", "float32", (10,))
+        built.local("w", "float32", (stop - start,))
+        built.piece("w", Region((start,), (stop - start,)), "w", (0,))
+        return built.build(), {"w": array[start:stop].copy()}
+
+    ours, theirs = [member(0, 6), member(4, 10)], [member(0, 3), member(2, 10)]
+    with pytest.raises(ConfigError, match="overlap in part"):
+        named(ours, theirs)
+    cuts = common_cuts(holding for holding, _ in (*ours, *theirs))
+
+    def cut(side: Engine) -> list[DigestReport]:
+        return [digest_report(holding, locals_, cuts=cuts) for holding, locals_ in side]
+
+    assert compare(cut(ours), cut(theirs)) == []
+    ours[1][1]["w"][1] = 3
+    assert [str(d) for d in compare(cut(ours), cut(theirs))] == ["w: [4:6] differs between members of the trainer ()"]
+    ours[0][1]["w"][5] = 3
+    assert [str(d) for d in compare(cut(ours), cut(theirs))] == ["w: the bytes differ"]
 
 
 @settings(max_examples=60, deadline=None)

@@ -112,6 +112,7 @@ class Grouper:
                 f"trainer ranks differ: {_some([_by_rank(name, held) for name in sorted(differing)])}",
                 hint="every rank names a tensor with its whole shape, its dtype on the wire and the same ties",
             )
+        self._holders = _Chains()
         self._trainer, self._has = specs, self._joined(rows, self._holders)
         self._wants = {}  # what a worker's names mean depends on the trainer's ties
 

@@ -20,7 +20,7 @@ import msgspec
 import xxhash
 
 from wsync.engine.groups import Agreement, Group, Grouper, Layout
-from wsync.engine.overlap import Overlap, overlaps
+from wsync.engine.overlap import Finder, Overlap, overlaps
 from wsync.errors import PlanError
 from wsync.holding import Holding, Piece, Place, Region
 from wsync.manifest import ITEMSIZE, Manifest, TensorSpec
@@ -170,8 +170,8 @@ class _Builder:
         self._egress: defaultdict[int, int] = defaultdict(int)
         self._lanes: dict[tuple[int, tuple[str, ...]], dict[tuple[Region, str], list[tuple[str, ...]]]] = {}
         self._merged: dict[tuple[int, ...], tuple[str, ...]] = {}
-        self._digests: dict[int, bytes] = {}
-        """By identity of a bundle's tensors: many lanes share one tuple."""
+        self._known: dict[int, tuple[bytes, tuple[tuple[str, str], ...]]] = {}
+        """Digest and ties of a bundle's tensors, by their identity: many lanes share one tuple."""
 
     def plan(self) -> ShardPlan:
         shared: list[tuple[Group, Overlap, tuple[str, ...]]] = []
@@ -232,11 +232,9 @@ class _Builder:
         bundles = tuple(
             Bundle(dtype, region, self._one(tensors)) for (region, dtype), tensors in sorted(content.items())
         )
-        ties: tuple[tuple[str, str], ...] = ()
-        if self._agreement.ties:
-            names = {name for bundle in bundles for name in bundle.tensors}
-            ties = tuple(tie for tie in self._agreement.ties if tie[1] in names)
-        parts = [(b.dtype, b.region, self._digest(b.tensors)) for b in bundles]
+        known = [self._digest(bundle.tensors) for bundle in bundles]
+        ties = tuple(sorted({tie for _, own in known for tie in own}))
+        parts = [(bundle.dtype, bundle.region, digest) for bundle, (digest, _) in zip(bundles, known, strict=True)]
         lane_id = xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode((source, receivers, parts, ties)))
         return ShardLane(lane_id, source, receivers, bundles, ties)
 
@@ -248,10 +246,12 @@ class _Builder:
             self._merged[key] = tuple(sorted(itertools.chain.from_iterable(lists)))
         return self._merged[key]
 
-    def _digest(self, tensors: tuple[str, ...]) -> bytes:
-        if id(tensors) not in self._digests:
-            self._digests[id(tensors)] = xxhash.xxh3_128_digest(msgspec.msgpack.encode(tensors))
-        return self._digests[id(tensors)]
+    def _digest(self, tensors: tuple[str, ...]) -> tuple[bytes, tuple[tuple[str, str], ...]]:
+        if id(tensors) not in self._known:
+            there = set(tensors) if self._agreement.ties else set()
+            ties = tuple(tie for tie in self._agreement.ties if tie[1] in there)
+            self._known[id(tensors)] = xxhash.xxh3_128_digest(msgspec.msgpack.encode(tensors)), ties
+        return self._known[id(tensors)]
 
 
 Delivery = tuple[Region, str, int, tuple[str, ...]]
@@ -284,12 +284,13 @@ def _prove(plan: ShardPlan, agreement: Agreement) -> None:
 
 
 def _prove_tensor(name: str, group: Group, deliveries: Sequence[Delivery]) -> None:
-    held, wanted = dict(group.held), dict(group.wanted)
+    held = {source: Finder(layout) for source, layout in group.held}
+    wanted = dict(group.wanted)
     received: dict[str, list[Region]] = {digest: [] for digest in wanted}
     for region, dtype, source, receivers in deliveries:
         if dtype != group.dtype:
             raise PlanError(f"'{name}'{region} would be sent as {dtype}, and it is {group.dtype}")
-        if not any(piece.contains(region) for piece in held.get(source, ())):
+        if source not in held or not held[source].containing(region):
             raise PlanError(f"trainer rank {source} would send '{name}'{region}, which lies in no piece that it has")
         for digest in receivers:
             if digest not in received:
@@ -309,19 +310,17 @@ def _prove_cover(name: str, digest: str, pieces: Sequence[Region], regions: Sequ
     Boxes add up to a box exactly when their corners, with alternating signs, do: a corner's sign is what is left of
     a sum of boxes when it is differenced once along every dim, and that loses nothing.
     """
-    touched: set[int] = set()
-    for piece in pieces:
-        left = _corners(piece)
-        for index, region in enumerate(regions):
-            if piece.contains(region):
-                touched.add(index)
-                for corner, sign in _corners(region).items():
-                    left[corner] = left.get(corner, 0) - sign
-        if any(left.values()):
-            raise PlanError(f"'{name}'{piece} is not written exactly once in holding {digest[:12]}")
-    for index, region in enumerate(regions):
-        if index not in touched:
+    finder, left = Finder(pieces), [_corners(piece) for piece in pieces]
+    for region in regions:
+        within = finder.containing(region)
+        if not within:
             raise PlanError(f"'{name}'{region} would be sent to holding {digest[:12]}, which does not want it")
+        for corner, sign in _corners(region).items():
+            for index in within:
+                left[index][corner] = left[index].get(corner, 0) - sign
+    for piece, rest in zip(pieces, left, strict=True):
+        if any(rest.values()):
+            raise PlanError(f"'{name}'{piece} is not written exactly once in holding {digest[:12]}")
 
 
 def _corners(region: Region) -> dict[tuple[int, ...], int]:
@@ -337,34 +336,35 @@ class Locator:
     """Finds the fragments of lanes in the memory of one holding."""
 
     def __init__(self, holding: Holding) -> None:
+        self._root = {spec.name: spec.alias_of or spec.name for spec in holding.tensors}
         self._pieces: dict[str, list[Piece]] = {}
-        self._holding = holding
         for piece in holding.pieces:
             if piece.region.numel:
-                spec = holding.tensors[piece.tensor]
-                self._pieces.setdefault(spec.alias_of or spec.name, []).append(piece)
+                self._pieces.setdefault(self._root[holding.tensors[piece.tensor].name], []).append(piece)
+        self._finders = {
+            root: Finder(piece.region for piece in pieces) for root, pieces in self._pieces.items() if len(pieces) > 1
+        }
 
     def views(self, lane: ShardLane) -> list[tuple[tuple[Place, ...], tuple[int, ...]]]:
         """For each fragment of the lane, in order: all its places, and its extent. A source packs from the first."""
-        ties = dict(lane.ties)
-        roots: dict[str, list[str]] = {}
-        for spec in self._holding.tensors:
-            root = spec.alias_of or spec.name
-            found = roots.setdefault(ties.get(spec.name, spec.name), [])
-            if root not in found:
-                found.append(root)
+        aliases: dict[str, list[str]] = {}
+        for alias, tensor in lane.ties:
+            aliases.setdefault(tensor, []).append(alias)
         views: list[tuple[tuple[Place, ...], tuple[int, ...]]] = []
         for fragment in lane.fragments:
-            places = tuple(
-                piece.part(fragment.region)
-                for root in roots.get(fragment.tensor, ())
-                for piece in self._pieces.get(root, ())
-                if piece.region.contains(fragment.region)
-            )
+            tensor, region = fragment.tensor, fragment.region
+            roots = {self._root[name]: None for name in (tensor, *aliases.get(tensor, ())) if name in self._root}
+            places = tuple(piece.part(region) for root in roots for piece in self._containing(root, region))
             if not places:
-                raise PlanError(f"'{fragment.tensor}'{fragment.region} of lane {lane.lane_id} is in no piece here")
-            views.append((places, fragment.region.extent))
+                raise PlanError(f"'{tensor}'{region} of lane {lane.lane_id} is in no piece here")
+            views.append((places, region.extent))
         return views
+
+    def _containing(self, root: str, region: Region) -> list[Piece]:
+        pieces = self._pieces.get(root, [])
+        if root in self._finders:
+            return [pieces[i] for i in self._finders[root].containing(region)]
+        return [piece for piece in pieces if piece.region.contains(region)]
 
 
 def views(holding: Holding, lane: ShardLane) -> list[tuple[tuple[Place, ...], tuple[int, ...]]]:

@@ -7,6 +7,7 @@ and one where they do not, so that a flattened or interleaved tensor of any size
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -54,6 +55,30 @@ def overlaps(
         receivers = {owners[i] for i in there if i >= num_held}
         found.append(Overlap(region, tuple(sorted(sources)), tuple(sorted(receivers))))
     return sorted(found, key=lambda overlap: overlap.region)
+
+
+class Finder:
+    """Finds those of many boxes that contain another one, without looking at all of them."""
+
+    def __init__(self, boxes: Iterable[Region]) -> None:
+        self._boxes = list(boxes)
+        num_dims = len(self._boxes[0].offset) if self._boxes else 0
+        # The dim along which they are cut most; where there is none, all are looked at.
+        self._dim = max(range(num_dims), key=lambda dim: len({box.offset[dim] for box in self._boxes}), default=-1)
+        if self._dim < 0:
+            return
+        self._order = sorted(range(len(self._boxes)), key=lambda i: self._boxes[i].offset[self._dim])
+        self._starts = [self._boxes[i].offset[self._dim] for i in self._order]
+        self._longest = max(box.extent[self._dim] for box in self._boxes)
+
+    def containing(self, region: Region) -> list[int]:
+        """Numbers of the boxes, ascending."""
+        if self._dim < 0:
+            return list(range(len(self._boxes)))
+        start = region.offset[self._dim]
+        low = bisect.bisect_right(self._starts, start - self._longest)
+        high = bisect.bisect_right(self._starts, start)
+        return sorted(i for i in self._order[low:high] if self._boxes[i].contains(region))
 
 
 def check_wanted(holding: Holding) -> None:

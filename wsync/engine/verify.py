@@ -10,6 +10,7 @@ Digests are taken of the bits on the wire: a trainer's local of another dtype is
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -77,21 +78,53 @@ class Difference(msgspec.Struct, frozen=True):
         return f"{self.tensor}: {self.problem}"
 
 
-def digest_report(holding: Holding, locals_: Mapping[str, Any], *, member: str = "", version: int = 0) -> DigestReport:
+Cuts = dict[str, tuple[tuple[int, ...], ...]]
+"""Per tensor and dim: ascending positions where regions begin or end."""
+
+
+def common_cuts(holdings: Iterable[Holding]) -> Cuts:
+    """Where any of the holdings cuts each tensor. Members whose reports have the same cuts can always be compared."""
+    found: dict[str, list[set[int]]] = {}
+    for holding in holdings:
+        for piece in holding.pieces:
+            region, spec = piece.region, holding.tensors[piece.tensor]
+            dims = found.setdefault(spec.name, [set() for _ in spec.shape])
+            for dim, start, end in zip(dims, region.offset, region.end, strict=True):
+                dim |= {start, end}
+    return {name: tuple(tuple(sorted(dim)) for dim in dims) for name, dims in found.items()}
+
+
+def digest_report(
+    holding: Holding, locals_: Mapping[str, Any], *, member: str = "", version: int = 0, cuts: Cuts | None = None
+) -> DigestReport:
     """Digests of everything that a holding has or wants, read from the live locals.
 
-    An alias is reported under its own name too, so that a tie that only one side has shows.
+    An alias is reported under its own name too, so that a tie that only one side has shows. `cuts` (`common_cuts` of
+    all members) is needed where members of one side have regions that overlap in part.
     """
     parts: dict[str, list[PartDigest]] = defaultdict(list)
     for piece in holding.pieces:
         spec, local = holding.tensors[piece.tensor], holding.locals[piece.place.local]
-        view = strided_view(locals_[local.name], piece.place, piece.region.extent)
-        parts[spec.name].append(PartDigest(piece.region, _digest(view, spec.dtype, piece.region, spec.shape)))
+        for region in _cut(piece.region, (cuts or {}).get(spec.name)):
+            view = strided_view(locals_[local.name], piece.part(region), region.extent)
+            parts[spec.name].append(PartDigest(region, _digest(view, spec.dtype, region, spec.shape)))
     tensors = [
         TensorDigest(spec.name, spec.dtype, spec.shape, tuple(parts[spec.name] or parts[spec.alias_of]))
         for spec in holding.tensors
     ]
     return DigestReport(member, version, tuple(tensors))
+
+
+def _cut(region: Region, cuts: tuple[tuple[int, ...], ...] | None) -> Iterator[Region]:
+    if not cuts or not region.numel:
+        yield region
+        return
+    spans = [
+        list(itertools.pairwise(sorted({start, end, *(at for at in dim if start < at < end)})))
+        for start, end, dim in zip(region.offset, region.end, cuts, strict=True)
+    ]
+    for box in itertools.product(*spans):
+        yield Region(tuple(start for start, _ in box), tuple(end - start for start, end in box))
 
 
 def _digest(view: Any, dtype: str, region: Region, shape: Sequence[int]) -> int:
@@ -205,7 +238,7 @@ def _whole(reports: Sequence[DigestReport], side: str, differences: list[Differe
         if _overlap(regions):
             raise ConfigError(
                 f"members of the {side} have regions of '{name}' that overlap in part: their digests do not add up",
-                hint="compare members that cut it alike",
+                hint="make the reports with cuts=common_cuts(holdings of all members)",
             )
         if sum(region.numel for region in regions) != Region.whole(shape).numel:
             differences.append(Difference(name, f"the {side} does not have all of it"))
