@@ -39,6 +39,7 @@ demo: env
 	$(BIN)/wsync demo --json demo-report.json
 
 bench: env
+	$(BIN)/python -m benchmarks.planner --json bench-planner.json
 	$(BIN)/python -m benchmarks.broadcast --json bench-broadcast.json
 
 check: test

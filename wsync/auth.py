@@ -15,13 +15,24 @@ import hashlib
 import hmac
 import secrets
 import socket
+from pathlib import Path
 
-from wsync.errors import AuthError, ConnectError
+from wsync.errors import AuthError, ConfigError, ConnectError
 
 MAGIC = b"wsync/1\n"
 HELLO_NBYTES = len(MAGIC) + 32
 ANSWER_NBYTES = 64
 PROOF_NBYTES = 32
+
+
+def read_token(path: Path) -> str:
+    """The token in a file that only its owner may read. Raises ConfigError naming the file, OSError if it is absent."""
+    if path.stat().st_mode & 0o077:
+        raise ConfigError(f"{path} can be read by others", hint=f"chmod 600 {path}")
+    token = path.read_text().strip()
+    if not token:
+        raise ConfigError(f"{path} is empty", hint="it must have the job's token: copy the coordinator's file")
+    return token
 
 
 def new_token() -> str:

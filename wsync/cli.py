@@ -90,17 +90,12 @@ def run_verify(trainer: Sequence[Path], replica: Sequence[Path]) -> int:
 
 def _token(path: Path) -> str:
     """The token in `path`, which only its owner may read; a new one is made if the file is not there."""
-    from wsync.auth import new_token
+    from wsync.auth import new_token, read_token
 
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
-        if path.stat().st_mode & 0o077:
-            raise ConfigError(f"{path} can be read by others", hint=f"chmod 600 {path}") from None
-        token = path.read_text().strip()
-        if not token:
-            raise ConfigError(f"{path} is empty", hint="remove it, and a new token is made") from None
-        return token
+        return read_token(path)
     except OSError as exc:
         raise ConfigError(f"{path} cannot be made: {exc.strerror}") from exc
     token = new_token()

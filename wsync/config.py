@@ -1,6 +1,6 @@
 """Settings of a job: one frozen record, defaults that work on one machine, units in the names.
 
-Arguments beat the environment. `Config.from_env()` reads the few variables a launcher needs.
+What is not given comes from the environment (the few variables that a launcher needs), else from the defaults here.
 """
 
 from __future__ import annotations
@@ -14,20 +14,25 @@ from wsync.errors import ConfigError
 MIB = 1 << 20
 
 
+def _from_env(name: str, default: str) -> str:
+    field: str = msgspec.field(default_factory=lambda: os.environ.get(name) or default)
+    return field
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True):
     """How a process takes part in a job. The first process on a host passes it on to the holder it starts."""
 
-    job: str = "default"
+    job: str = _from_env("WSYNC_JOB", "default")
     """Jobs on one machine do not see each other; a name, not a secret."""
-    host: str = "auto"
+    host: str = _from_env("WSYNC_HOST", "auto")
     """Identity of this host. `auto`: the Ray node id inside Ray, else the machine's boot id and network namespace."""
-    listen: str = "127.0.0.1"
+    listen: str = _from_env("WSYNC_LISTEN", "127.0.0.1")
     """Address for control and data sockets; `node` means the address by which Ray knows this node."""
     chunk_nbytes: int = 8 * MIB
     """Unit of transfer, retry, relay and digest."""
     num_slots: int = 2
     """Staging slots per channel and host; each holds one version. Two keep one whole version beside the next."""
-    arena: str = "memory"
+    arena: str = _from_env("WSYNC_ARENA", "memory")
     """`memory` (memfd), or a directory for file-backed slots."""
     transports: tuple[str, ...] = ("shm", "tcp")
     """Allowed transports, best first. A pair of holders uses the first that reaches."""
@@ -61,10 +66,3 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"linger_s must not be negative, not {self.linger_s}")
         if self.lost_after_s < 2 * self.heartbeat_s:
             raise ConfigError("lost_after_s must be at least two heartbeats")
-
-    @classmethod
-    def from_env(cls) -> Config:
-        """Defaults overridden by WSYNC_JOB, WSYNC_HOST, WSYNC_LISTEN and WSYNC_ARENA."""
-        names = {"job": "WSYNC_JOB", "host": "WSYNC_HOST", "listen": "WSYNC_LISTEN", "arena": "WSYNC_ARENA"}
-        given = {field: os.environ[name] for field, name in names.items() if os.environ.get(name)}
-        return msgspec.structs.replace(cls(), **given)

@@ -106,7 +106,7 @@ class Holding(msgspec.Struct, frozen=True):
     """`tensors` have their global shapes; their dtype is that of the wire, and of the locals where they are wanted.
 
     Invariants, checked when built: indices are in range, every region lies in its tensor and every place in its local,
-    ranks of regions and places agree. `check_wanted` and `check_held` say what else the two sides owe.
+    ranks of regions and places agree. What a worker owes besides is in `engine.overlap.check_wanted`.
     """
 
     tensors: tuple[TensorSpec, ...]

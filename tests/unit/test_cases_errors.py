@@ -95,8 +95,9 @@ def test_the_environment_fills_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WSYNC_HOST", "h7")
     monkeypatch.setenv("WSYNC_LISTEN", "")
     monkeypatch.delenv("WSYNC_ARENA", raising=False)
-    config = Config.from_env()
+    config = Config(num_slots=3)
     assert (config.job, config.host, config.listen, config.arena) == ("mine", "h7", "127.0.0.1", "memory")
+    assert (config.num_slots, Config(job="given").job, Config(job="given").host) == (3, "given", "h7")
 
 
 def test_an_address_that_cannot_be_had_is_named() -> None:

@@ -33,7 +33,20 @@ RECORDS = {
     "arrangements",
     "topology",
 }
-PURE = {f"engine.{name}" for name in ("planner", "overlap", "membership", "protocol", "channel", "shards", "lanes", "groups", "machine")}
+PURE = {
+    f"engine.{name}"
+    for name in (
+        "planner",
+        "overlap",
+        "groups",
+        "lanes",
+        "shards",
+        "membership",
+        "protocol",
+        "channel",
+        "machine",
+    )
+}
 
 
 def layer(module: str) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import socket
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from wsync.config import Config
 from wsync.engine import protocol
 from wsync.engine.channel import Channel, Order
-from wsync.engine.lanes import ShardPlan, plan_lanes
+from wsync.engine.lanes import LanePlanner, ShardPlan, plan_lanes
 from wsync.engine.membership import HolderRecord, View
 from wsync.engine.protocol import Done, HolderHello, Message
 from wsync.engine.shards import Round, Shards, lane_channel
@@ -61,6 +62,7 @@ class Coordinator:
         self._channels: dict[str, Channel] = {}
         self._shards: dict[str, Shards] = {}
         self._planning = asyncio.Lock()
+        self._planners: dict[str, LanePlanner] = {}
         self._sessions: dict[str, _Session] = {}
         self._changed = asyncio.Event()
         self._incarnations: dict[str, list[str]] = {}
@@ -328,7 +330,8 @@ class Coordinator:
             wanted = shards.to_plan()
             if wanted is not None:
                 key, held, classes = wanted
-                plan, refused = await asyncio.to_thread(_plan_what_fits, held, classes)
+                planner = self._planners.setdefault(shards.name, LanePlanner())
+                plan, refused = await asyncio.to_thread(_plan_what_fits, planner, held, classes)
                 shards.planned(key, plan, refused)
                 self._wake()
 
@@ -380,21 +383,21 @@ class Coordinator:
 
 
 def _plan_what_fits(
-    held: Mapping[int, Holding], classes: Mapping[str, Holding]
+    planner: LanePlanner, held: Mapping[int, Holding], classes: Mapping[str, Holding]
 ) -> tuple[ShardPlan | None, dict[str, str]]:
     """The lanes for all classes that can be served, and why the others cannot. Refusing one does not stop the rest."""
     try:
-        return plan_lanes(held, classes), {}
+        return planner.plan(held, classes), {}
     except WsyncError as exc:
         if len(classes) == 1:
-            return plan_lanes(held, {}), dict.fromkeys(classes, exc.problem)
+            return planner.plan(held, {}), dict.fromkeys(classes, exc.problem)
     refused: dict[str, str] = {}
     for digest, holding in classes.items():
         try:
             plan_lanes(held, {digest: holding})
         except WsyncError as exc:
             refused[digest] = exc.problem
-    return plan_lanes(held, {d: h for d, h in classes.items() if d not in refused}), refused
+    return planner.plan(held, {d: h for d, h in classes.items() if d not in refused}), refused
 
 
 def is_reached(status: VersionStatus, wish: protocol.AwaitVersion) -> bool | None:
@@ -425,6 +428,6 @@ def listening_socket(listen: str, port: int = 0) -> socket.socket:
         sock.close()
         raise ConfigError(
             f"cannot listen on {listen}:{port} ({exc.strerror or exc})",
-            hint="set listen to an address of this machine",
+            hint="choose another port" if exc.errno == errno.EADDRINUSE else "set listen to an address of this machine",
         ) from exc
     return sock

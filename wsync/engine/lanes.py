@@ -139,7 +139,7 @@ def plan_lanes(held: Mapping[int, Holding], wanted: Mapping[str, Holding]) -> Sh
 
 
 class LanePlanner:
-    """Plans again and again: the same input gives the same plan at once, and unchanged holdings are not read again."""
+    """Plans again and again: the same input gives the same plan at once; an unchanged trainer is not read again."""
 
     def __init__(self) -> None:
         self._grouper = Grouper()

@@ -63,7 +63,7 @@ class Publisher:
         self.channel = checked_channel(channel)
         if on_busy not in ("wait", "skip", "supersede"):
             raise ConfigError(f"on_busy must be wait, skip or supersede, not {on_busy!r}")
-        self.config = config or Config.from_env()
+        self.config = config or Config()
         self.member_id = member_id or default_member_id("trainer")
         self._source, self._names, self._on_busy, self._wire_dtypes = source, names, on_busy, wire_dtypes
         self._live = live_tensors(source, names, is_target=False, wire_dtypes=wire_dtypes)

@@ -71,7 +71,7 @@ class Replica:
         config: Config | None = None,
     ) -> None:
         self.channel = checked_channel(channel)
-        self.config = config or Config.from_env()
+        self.config = config or Config()
         self.member_id = member_id or default_member_id("replica")
         self._target, self._names = target, tuple(names) if names is not None else None
         self._incarnation = secrets.token_hex(8)
@@ -123,8 +123,16 @@ class Replica:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the replica may serve: it has committed a version, and the last commit did not fail half-way."""
+        """Whether the replica may serve: it has committed a version, the last commit did not fail half-way, and the
+        live tensors are still in the memory that it was written to. Weights that were released are not.
+        """
+        self._look()
         return self._version > 0 and not self._is_torn
+
+    def _look(self) -> None:
+        """Tensors that lie elsewhere than before do not have the version: it is to be installed again."""
+        if not self._live.is_current(self._target):
+            self._is_torn = self._is_torn or self._version > 0
 
     def commit_latest(self) -> Commit | None:
         """Install the newest version that is staged on this host; None when there is nothing newer.
@@ -136,6 +144,7 @@ class Replica:
         if self._link.is_broken and not self._is_closed:
             self._link.rejoin_behind()
             return None
+        self._look()
         try:
             return self._commit(self._next_version(), 0, timeout_s=0.0, grace_s=LATEST_GRACE_S)
         except (PeerLost, StaleView, TransferTimeout):
@@ -149,6 +158,7 @@ class Replica:
         """
         deadline = time.monotonic() + timeout_s
         while True:
+            self._look()
             if self._version >= min_version and not self._is_torn:
                 return Commit(self._version, self._steps.get(self._version, (0, ""))[0], 0.0, 0)
             left = max(0.0, deadline - time.monotonic())
@@ -176,6 +186,13 @@ class Replica:
                 )
             except WsyncError as exc:
                 return exc
+        if self._version < min_version <= self._floor:
+            return TransferTimeout(
+                f"version {min_version} of '{self.channel}' was rolled back here (running {self._version}), and no "
+                "newer one has come",
+                hint=f"publish a newer one, or call rollback({min_version}) to install it again",
+                context=context,
+            )
         return TransferTimeout(
             f"version {min_version} of '{self.channel}' is not staged on this host (running {self._version})",
             hint="check that the trainer publishes and what Publication.status() says",
@@ -296,6 +313,7 @@ class Replica:
             )
 
     def _current(self) -> Tensors:
+        self._look()
         self._live = live_tensors(self._target, self._names, is_target=True, former=self._live)
         return self._live
 

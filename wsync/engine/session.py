@@ -23,7 +23,7 @@ from typing import TypeVar
 
 import msgspec
 
-from wsync.auth import authenticate_client, new_token
+from wsync.auth import authenticate_client, new_token, read_token
 from wsync.config import Config
 from wsync.engine.link import PURPOSE, HolderAddress
 from wsync.errors import AuthError, ConfigError, ConnectError, ErrorContext, MembershipError
@@ -162,9 +162,9 @@ def named_coordinator() -> tuple[tuple[str, int], str] | None:
     token_file = os.environ.get("WSYNC_TOKEN_FILE", "")
     if not token and token_file:
         try:
-            token = Path(token_file).read_text().strip()
+            token = read_token(Path(token_file))
         except OSError as exc:
-            raise ConfigError(f"WSYNC_TOKEN_FILE cannot be read: {exc.strerror}") from exc
+            raise ConfigError(f"WSYNC_TOKEN_FILE={token_file} cannot be read: {exc.strerror}") from exc
     if not token:
         raise ConfigError("WSYNC_ADDRESS needs the job's token", hint="set WSYNC_TOKEN_FILE (or WSYNC_TOKEN)")
     return (host.strip("[]"), int(port)), token

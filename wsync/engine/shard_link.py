@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from wsync.config import Config
@@ -18,7 +18,7 @@ from wsync.engine.lanes import Locator, ShardLane
 from wsync.engine.link import Link
 from wsync.engine.protocol import Message
 from wsync.engine.session import find_holder
-from wsync.engine.tensors import strided_view
+from wsync.engine.tensors import copy_into, is_released, memory_of, strided_view
 from wsync.errors import ConfigError, ErrorContext, ManifestMismatch, MembershipError
 from wsync.holding import Holding
 
@@ -94,6 +94,54 @@ def lane_views(
     return found, copies
 
 
+class Locals:
+    """The live memory of a holding; a function instead of a mapping is asked anew: some frameworks replace tensors."""
+
+    def __init__(self, holding: Holding, source: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
+        self._holding, self._source = holding, source
+        self._locator = Locator(holding)
+        self._lanes: dict[str, tuple[ShardLane, dict[str, Any], list[tuple[Any, Any]]]] = {}
+        self._tensors = self._read()
+        self._memory = list(map(memory_of, self._tensors.values()))
+
+    def _read(self) -> dict[str, Any]:
+        given = self._source() if callable(self._source) else self._source
+        check_locals(self._holding, given)
+        return {spec.name: given[spec.name] for spec in self._holding.locals}
+
+    def refresh(self) -> bool:
+        """Whether the memory is where it was. If not, all views are made anew, in the same dicts. Raises as the
+        constructor for locals that do not suit the holding any more.
+        """
+        tensors = self._read()
+        memory = list(map(memory_of, tensors.values()))
+        if memory == self._memory:
+            return True
+        self._tensors, self._memory = tensors, memory
+        for lane, fragments, copies in self._lanes.values():
+            found, copies[:] = lane_views(self._locator, self._holding, tensors, lane)
+            fragments.update(found)
+        return False
+
+    def follow(self, lanes: Iterable[ShardLane]) -> None:
+        """Have views for these lanes and no others."""
+        wanted = {lane.lane_id: lane for lane in lanes}
+        self._lanes = {lane_id: entry for lane_id, entry in self._lanes.items() if lane_id in wanted}
+        for lane_id, lane in wanted.items():
+            if lane_id not in self._lanes:
+                self._lanes[lane_id] = (lane, *lane_views(self._locator, self._holding, self._tensors, lane))
+
+    def fragments(self, lane_id: str) -> dict[str, Any]:
+        """The lane's fragments as live views, by their names in the lane's manifest."""
+        return self._lanes[lane_id][1]
+
+    def spread(self) -> None:
+        """Copy fragments that lie in this member's memory more than once from their first place to the others."""
+        for _, _, copies in self._lanes.values():
+            for further, first in copies:
+                copy_into(further, first)
+
+
 def check_locals(holding: Holding, locals_: Mapping[str, Any]) -> None:
     """Raise unless every local of the holding is there, of its shape and dtype."""
     for spec in holding.locals:
@@ -105,4 +153,9 @@ def check_locals(holding: Holding, locals_: Mapping[str, Any]) -> None:
             raise ManifestMismatch(
                 f"local '{spec.name}' is {dtype} {list(local.shape)}, its holding says {spec.dtype} {list(spec.shape)}",
                 hint="describe the tensors that there are",
+            )
+        if is_released(local):
+            raise ManifestMismatch(
+                f"the memory of local '{spec.name}' has been released",
+                hint="weights must be back while they are published or installed",
             )

@@ -6,16 +6,15 @@ Ranks speak with the coordinator, never with each other: no collective runs, and
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
 from wsync.config import Config
 from wsync.engine import protocol
-from wsync.engine.lanes import Locator
 from wsync.engine.publisher import Publisher
 from wsync.engine.session import checked_channel, default_member_id
-from wsync.engine.shard_link import ASK_S, ShardLink, check_locals, lane_views
+from wsync.engine.shard_link import ASK_S, Locals, ShardLink
 from wsync.engine.shards import lane_channel
 from wsync.errors import (
     ChannelError,
@@ -36,8 +35,8 @@ class ShardPublisher:
     """Rank `rank` of the `num_ranks` that together publish a channel.
 
     `holding` says what this rank has of which tensors, `locals_` has the live memory of it: `read_state` of
-    `wsync.integrations.sharded` makes both from a module with DTensors, FSDP, ZeRO-3 or Megatron parameters. The
-    locals must stay where they are; their contents are read at every `publish`.
+    `wsync.integrations.sharded` makes both from a module with DTensors, FSDP, ZeRO-3 or Megatron parameters. They are
+    read at every `publish`; where a framework replaces tensor objects, pass a function that returns the present ones.
 
     After the constructor has returned the coordinator knows this rank. The plan is made when all ranks and a worker
     have joined. Raises ChannelError when the rank is published already or the ranks are counted differently.
@@ -47,7 +46,7 @@ class ShardPublisher:
         self,
         channel: str,
         holding: Holding,
-        locals_: Mapping[str, Any],
+        locals_: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
         *,
         rank: int,
         num_ranks: int,
@@ -55,14 +54,12 @@ class ShardPublisher:
         config: Config | None = None,
     ) -> None:
         self.channel = checked_channel(channel)
-        self.config = config or Config.from_env()
+        self.config = config or Config()
         if not 0 <= rank < num_ranks:
             raise ConfigError(f"rank {rank} is none of {num_ranks} ranks")
-        check_locals(holding, locals_)
+        self._locals = Locals(holding, locals_)
         self.rank, self.num_ranks = rank, num_ranks
         self.member_id = member_id or f"{default_member_id('trainer')}-{rank}"
-        self._holding, self._locals = holding, dict(locals_)
-        self._locator = Locator(holding)
         self._plan_id: str | None = None
         self._all_lanes: tuple[str, ...] = ()
         self._publishers: dict[str, Publisher] = {}
@@ -80,7 +77,7 @@ class ShardPublisher:
             raise PublishError(f"the publisher of '{self.channel}' is closed", hint="create a new one")
         started = time.monotonic()
         deadline = started + timeout_s
-        check_locals(self._holding, self._locals)
+        self._locals.refresh()
         if self._plan_id is None:
             self._follow(self._link.lanes(timeout_s))
         wish = protocol.OpenRound(self.channel, self.rank, self._link.incarnation, step)
@@ -100,12 +97,12 @@ class ShardPublisher:
         wanted = {lane.lane_id: lane for lane in planned.mine}
         for lane_id in [lane_id for lane_id in self._publishers if lane_id not in wanted]:
             self._publishers.pop(lane_id).close()
+        self._locals.follow(planned.mine)
         for lane_id, lane in wanted.items():
             if lane_id not in self._publishers:
-                fragments, _ = lane_views(self._locator, self._holding, self._locals, lane)
                 self._publishers[lane_id] = Publisher(
                     lane_channel(self.channel, lane_id),
-                    fragments,
+                    self._locals.fragments(lane_id),
                     on_busy="wait",
                     wire_dtypes={spec.name: spec.dtype for spec in lane.manifest.tensors},
                     member_id=self.member_id,

@@ -7,21 +7,29 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Self
 
 from wsync.config import Config
 from wsync.engine import protocol
-from wsync.engine.lanes import Locator
 from wsync.engine.link import Pinned
 from wsync.engine.overlap import check_wanted
 from wsync.engine.replica import LATEST_GRACE_S, Commit, Replica
 from wsync.engine.session import checked_channel, default_member_id
-from wsync.engine.shard_link import ShardLink, check_locals, lane_views
+from wsync.engine.shard_link import Locals, ShardLink
 from wsync.engine.shards import lane_channel
-from wsync.engine.tensors import copy_into
-from wsync.errors import CommitError, ErrorContext, MembershipError, PeerLost, StaleView, TransferTimeout, WsyncError
+from wsync.errors import (
+    CommitError,
+    ErrorContext,
+    ManifestMismatch,
+    MembershipError,
+    PeerLost,
+    StaleView,
+    TransferTimeout,
+    WsyncError,
+)
 from wsync.holding import Holding
 
 PLAN_CHECK_S = 1.0
@@ -35,7 +43,8 @@ class ShardReplica:
 
     `holding` says what it wants and where that goes, `locals_` has the live memory: every element of a local is
     written by exactly one piece or is padding, which stays as it is. A recorded loader (`integrations.recorder`), the
-    layouts of `wsync.layouts` or `read_state` make a holding.
+    layouts of `wsync.layouts` or `read_state` make a holding. Each commit runs inside of `installing()`, which may
+    prepare the engine and refresh what it derives from its weights; with a recorded loader it is that of the recording.
 
     After the constructor has returned the coordinator knows this worker. A worker whose holding equals another's finds
     the newest version at once; one with a holding that is new gets its first version with the next publish.
@@ -45,23 +54,22 @@ class ShardReplica:
         self,
         channel: str,
         holding: Holding,
-        locals_: Mapping[str, Any],
+        locals_: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
         *,
+        installing: Callable[[], AbstractContextManager[Any]] = nullcontext,
         member_id: str = "",
         config: Config | None = None,
     ) -> None:
         self.channel = checked_channel(channel)
-        self.config = config or Config.from_env()
+        self.config = config or Config()
+        self._installing = installing
         check_wanted(holding)
-        check_locals(holding, locals_)
         self.member_id = member_id or default_member_id("worker")
-        self._holding, self._locals = holding, dict(locals_)
-        self._locator = Locator(holding)
+        self._holding, self._locals = holding, Locals(holding, locals_)
         self._version, self._step = 0, 0
         self._is_torn, self._is_closed = False, False
         self._lock = threading.RLock()
         self._lanes: dict[str, Replica] = {}
-        self._copies: list[tuple[Any, Any]] = []
         self._plan_id = ""
         self._plan_checked_s = 0.0
         self._link = ShardLink(self.channel, self.member_id, self.config, holding, rank=-1, num_ranks=0)
@@ -73,8 +81,23 @@ class ShardReplica:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the worker may serve: it has committed a version, and the last commit did not fail half-way."""
+        """Whether the worker may serve: it has committed a version, the last commit did not fail half-way, and the
+        locals are still in the memory that it was written to.
+        """
+        try:
+            self._look()
+        except ManifestMismatch:
+            return False
         return self._version > 0 and not self._is_torn
+
+    def _look(self) -> None:
+        """Locals that lie elsewhere than before do not have the version: it is to be installed again."""
+        try:
+            is_same = self._locals.refresh()
+        except ManifestMismatch:
+            self._is_torn = True
+            raise
+        self._is_torn = self._is_torn or not is_same
 
     def commit_latest(self) -> Commit | None:
         """Install the newest version of which every lane is staged on this host; None when there is nothing newer.
@@ -83,6 +106,7 @@ class ShardReplica:
         False. Never waits for a transfer.
         """
         with self._lock:
+            self._look()
             try:
                 self._follow(0.0)
                 return self._commit(self._floor(), time.monotonic(), grace_s=LATEST_GRACE_S)
@@ -98,6 +122,7 @@ class ShardReplica:
         deadline = time.monotonic() + timeout_s
         with self._lock:
             while True:
+                self._look()
                 if self._version >= min_version and not self._is_torn:
                     return Commit(self._version, self._step, 0.0, 0)
                 left = max(0.0, deadline - time.monotonic())
@@ -127,12 +152,10 @@ class ShardReplica:
         wanted = {lane.lane_id: lane for lane in planned.mine}
         for lane_id in [lane_id for lane_id in self._lanes if lane_id not in wanted]:
             self._lanes.pop(lane_id).close()
-        self._copies = []
-        for lane_id, lane in wanted.items():
-            fragments, copies = lane_views(self._locator, self._holding, self._locals, lane)
-            self._copies += copies
+        self._locals.follow(planned.mine)
+        for lane_id in wanted:
             if lane_id not in self._lanes:
-                name = lane_channel(self.channel, lane_id)
+                name, fragments = lane_channel(self.channel, lane_id), self._locals.fragments(lane_id)
                 self._lanes[lane_id] = Replica(name, fragments, member_id=self.member_id, config=self.config)
         self._plan_id = planned.plan_id
 
@@ -140,17 +163,16 @@ class ShardReplica:
         leases = self._lease_all(min_version, deadline, grace_s)
         if leases is None:
             return None
-        check_locals(self._holding, self._locals)
         started = time.monotonic()
         version = next(iter(leases.values()))[1].version
         was_torn, self._is_torn = self._is_torn, True
         done: list[str] = []
         try:
-            for lane_id, (holder, leased) in leases.items():
-                self._lanes[lane_id]._install(holder, leased)
-                done.append(lane_id)
-            for further, first in self._copies:
-                copy_into(further, first)
+            with self._installing():
+                for lane_id, (holder, leased) in leases.items():
+                    self._lanes[lane_id]._install(holder, leased)
+                    done.append(lane_id)
+                self._locals.spread()
         except BaseException as exc:
             self._is_torn = was_torn or not self._restore(done, exc)
             self._release_all(leases, error=str(exc))
@@ -208,17 +230,19 @@ class ShardReplica:
         """Put the former version back into the lanes that had the new one already. The failing lane does so itself."""
         if not self._version:
             return False
-        for lane_id in done:
-            lane = self._lanes[lane_id]
-            try:
-                held = lane._lease(self._version, self._version, timeout_s=0.0)
-                if held is None:
-                    return False
-                lane._install(*held)
-                lane._release(held[0], self._version, is_committed=True, pause_s=0.0, error="")
-            except WsyncError as exc:
-                cause.add_note(f"the former version could not be restored: {exc}")
-                return False
+        try:
+            with self._installing():
+                for lane_id in done:
+                    lane = self._lanes[lane_id]
+                    held = lane._lease(self._version, self._version, timeout_s=0.0)
+                    if held is None:
+                        return False
+                    lane._install(*held)
+                    lane._release(held[0], self._version, is_committed=True, pause_s=0.0, error="")
+                self._locals.spread()
+        except Exception as exc:
+            cause.add_note(f"the former version could not be restored: {exc}")
+            return False
         return not any(lane._is_torn for lane in self._lanes.values())
 
     def _not_there(self, min_version: int, timeout_s: float) -> TransferTimeout:

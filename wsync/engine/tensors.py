@@ -206,6 +206,18 @@ def bits_of(view: Any, dtype: str) -> Any:
     return flat.view(word).reshape(-1, max(1, itemsize // 8))
 
 
+def memory_of(local: Any) -> tuple[object, ...]:
+    """Changes when a torch or numpy local comes to lie elsewhere, or otherwise; 0 is no memory (released)."""
+    if hasattr(local, "data_ptr"):
+        return local.data_ptr(), local.stride(), local.dtype
+    return local.__array_interface__["data"][0], local.strides, local.dtype
+
+
+def is_released(local: Any) -> bool:
+    """Whether a torch tensor has elements and no storage for them, as offloading leaves it."""
+    return hasattr(local, "untyped_storage") and bool(local.numel()) and not local.untyped_storage().nbytes()
+
+
 def copy_into(target: Any, source: Any) -> None:
     """Copy a view onto another of the same shape, torch or numpy."""
     if hasattr(target, "copy_"):

@@ -16,9 +16,12 @@ from wsync.engine import wire as wires
 from wsync.engine.coordinator import PURPOSE
 from wsync.engine.protocol import Beat, HolderHello, Message
 from wsync.engine.wire import Handler, Wire
-from wsync.errors import ConnectError, ErrorContext, PeerLost, StaleView, TransferTimeout, WsyncError
+from wsync.errors import AuthError, ConnectError, ErrorContext, PeerLost, StaleView, TransferTimeout, WsyncError
 
 logger = logging.getLogger("wsync")
+
+MAX_REFUSED = 3
+_LOOK_S = 0.25
 
 Resolve = Callable[[], Awaitable[tuple[str, int]]]
 """Where the coordinator is now; may start it. Raises ConnectError and others by name."""
@@ -34,6 +37,7 @@ class Upstream:
         self._connected = asyncio.Event()
         self._outbox: asyncio.Queue[Message] = asyncio.Queue()
         self._last_error = "not tried yet"
+        self._num_refused = 0
 
     async def run(self) -> None:
         """Stay connected until cancelled."""
@@ -46,6 +50,7 @@ class Upstream:
                 raise
             except WsyncError as exc:
                 self._last_error = str(exc)
+                self._num_refused += isinstance(exc, AuthError)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.5)
 
@@ -60,6 +65,7 @@ class Upstream:
                 self._outbox.get_nowait()
             await wire.call(self._hello(), timeout_s=10.0)
             self._wire = wire
+            self._num_refused = 0
             self._connected.set()
             tasks += [asyncio.create_task(self._send_outbox(wire)), asyncio.create_task(self._beat(wire))]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -89,12 +95,15 @@ class Upstream:
         self._outbox.put_nowait(message)
 
     async def call(self, message: Message, *, timeout_s: float) -> Message:
-        """A request, repeated over reconnects until the deadline. Raises ConnectError: why there is no coordinator."""
+        """A request, repeated over reconnects until the deadline. Raises ConnectError: why there is no coordinator.
+
+        Raises AuthError as soon as it has refused us some times; once may be a coordinator that just ends.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while True:
             try:
-                async with asyncio.timeout_at(deadline):
+                async with asyncio.timeout_at(min(deadline, loop.time() + _LOOK_S)):
                     await self._connected.wait()
                 wire = self._wire
                 if wire is not None:
@@ -104,6 +113,14 @@ class Upstream:
             except TransferTimeout:
                 raise
             except TimeoutError as exc:
+                if self._num_refused >= MAX_REFUSED:
+                    raise AuthError(
+                        self._last_error,
+                        hint="WSYNC_TOKEN_FILE or WSYNC_TOKEN must have the token that the coordinator has",
+                        context=ErrorContext(phase="control"),
+                    ) from exc
+                if loop.time() < deadline:
+                    continue
                 raise ConnectError(
                     f"no coordinator within {timeout_s:g} s: {self._last_error}",
                     hint="check that it runs (`wsync coordinator`) and WSYNC_ADDRESS",

@@ -177,7 +177,7 @@ def holders(config: Config | None = None) -> list[HolderPlace]:
 
 def coordinator_name(config: Config | None = None) -> str:
     """Name of the job's coordinator actor, in the namespace `NAMESPACE`."""
-    return f"wsync-coordinator-{_job_name(config or Config.from_env())}"
+    return f"wsync-coordinator-{_job_name(config or Config())}"
 
 
 def actor_id() -> str:

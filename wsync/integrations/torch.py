@@ -101,7 +101,9 @@ def _identities(tensors: list[torch.Tensor]) -> tuple[list[Any], ...]:
     kind = torch.Tensor
     is_contiguous = list(map(kind.is_contiguous, tensors))
     shapes = [tuple(tensor.shape) for tensor, is_so in zip(tensors, is_contiguous, strict=True) if not is_so]
-    columns = [list(map(get, tensors)) for get in (kind.data_ptr, kind.numel, kind.stride)]
+    columns = [
+        list(map(get, tensors)) for get in (kind.data_ptr, kind.numel, kind.stride, operator.attrgetter("dtype"))
+    ]
     return (*columns, is_contiguous, shapes)
 
 
@@ -152,7 +154,11 @@ def _check(name: str, tensor: object, *, is_target: bool) -> None:
 def packed_bytes(tensor: torch.Tensor, dtype: str) -> Bytes:
     """A tensor's bytes as that dtype, in logical order."""
     flat = tensor.detach().to("cpu", getattr(torch, dtype)).resolve_conj().resolve_neg().contiguous()
-    return flat.reshape(-1).view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
+    if not flat.numel():
+        return np.empty(0, np.uint8)
+    # A view of the live memory; our own copy is kept alive by numpy.
+    raw = _raw_bytes(flat) if flat.data_ptr() == tensor.data_ptr() else None
+    return raw if raw is not None else flat.reshape(-1).view(torch.uint8).numpy()
 
 
 def _digest(tensor: torch.Tensor) -> int:
