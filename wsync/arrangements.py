@@ -21,7 +21,7 @@ class TpRank(msgspec.Struct, frozen=True):
     size: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.size:
+        if not (isinstance(self.rank, int) and isinstance(self.size, int) and 0 <= self.rank < self.size):
             raise ConfigError(f"tensor-parallel rank {self.rank} of {self.size} is none")
 
 
@@ -38,7 +38,8 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
 class Arrangement(msgspec.Struct, frozen=True):
     """How one dim of a local is made up. `sizes` are the whole extents of the parts; `padding` lists (at, extent).
 
-    Invariant, checked when built: runs and padding fill [0, extent) of the local, every index once.
+    Invariants, checked when built: every run lies in its part; runs and padding fill [0, extent) of the local, every
+    index once.
     """
 
     sizes: tuple[int, ...]
@@ -47,13 +48,18 @@ class Arrangement(msgspec.Struct, frozen=True):
     padding: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
+        if not self.sizes or min(self.extent, *self.sizes) < 0:
+            raise ManifestMismatch(f"{self.extent} rows of parts of {list(self.sizes)} are no arrangement")
+        for run in self.runs:
+            is_part = 0 <= run.part < len(self.sizes)
+            if not is_part or run.begin < 0 or run.begin + run.extent > self.sizes[run.part]:
+                raise ManifestMismatch(f"{run} does not lie in a part: they have {list(self.sizes)} rows")
         filled = bytearray(self.extent)
         count = 0
-        own = (Run(-1, 0, extent, at) for at, extent in self.padding)
+        own = (Run(0, 0, extent, at) for at, extent in self.padding)
         for run in (*self.runs, *own):
-            if run.part >= 0 and run.begin + run.extent > self.sizes[run.part]:
-                raise ManifestMismatch(f"a run goes to row {run.begin + run.extent} of {self.sizes[run.part]}: {run}")
-            if run.extent < 1 or run.at + (run.extent - 1) * run.step >= self.extent:
+            last = run.at + (run.extent - 1) * run.step
+            if run.extent < 1 or run.step < 1 or run.at < 0 or last >= self.extent:
                 raise ManifestMismatch(f"{run} is empty or does not lie in a local of {self.extent} rows")
             filled[run.at : run.at + run.extent * run.step : run.step] = b"\1" * run.extent
             count += run.extent
@@ -89,6 +95,7 @@ def even(name: str, size: int, tp: TpRank) -> Arrangement:
 
 def heads(name: str, num_heads: int, head_dim: int, tp: TpRank) -> Arrangement:
     """The rank's share of query heads, which must divide."""
+    _check_positive(name, num_heads=num_heads, head_dim=head_dim)
     if num_heads % tp.size:
         raise ManifestMismatch(
             f"'{name}' has {num_heads} heads, which {tp.size} tensor-parallel ranks cannot share evenly",
@@ -101,6 +108,7 @@ def kv_heads(name: str, num_heads: int, head_dim: int, tp: TpRank) -> Arrangemen
     """The rank's share of key or value heads (or of a norm per head). With more ranks than heads each head lies on
     `tp.size / num_heads` neighbouring ranks, whole.
     """
+    _check_positive(name, num_heads=num_heads)
     if tp.size <= num_heads:
         return heads(name, num_heads, head_dim, tp)
     if tp.size % num_heads:
@@ -113,6 +121,7 @@ def kv_heads(name: str, num_heads: int, head_dim: int, tp: TpRank) -> Arrangemen
 
 def vocab_padded(size: int, multiple: int = 64) -> int:
     """The vocabulary rounded up. Engines take a multiple of 64, Megatron of `make_vocab_size_divisible_by * tp`."""
+    _check_positive("vocabulary", multiple=multiple)
     return -(-size // multiple) * multiple
 
 
@@ -164,7 +173,7 @@ def grouped(name: str, size: int, rows: Sequence[int], num_groups: int, tp: TpRa
             f"'{name}' has {size} rows, but {num_groups} groups of {list(rows)} are {num_groups * sum(rows)}",
             hint="name all segments of a group, the gate too",
         )
-    mine = heads(name, num_groups, 1, tp).runs[0]
+    mine = heads(name, num_groups, 1, tp).runs[0]  # there is one: 0 groups are refused
     runs: list[Run] = []
     at = 0
     for group in range(mine.begin, mine.begin + mine.extent):
@@ -177,7 +186,13 @@ def grouped(name: str, size: int, rows: Sequence[int], num_groups: int, tp: TpRa
 def rope_interleaved(name: str, halves: Arrangement, head_dim: int) -> Arrangement:
     """Each head's rows x0, x1, .., y0, y1, .. (rotated in halves, as in checkpoints) lie as x0, y0, x1, y1, .."""
     half = head_dim // 2
-    if head_dim % 2 or halves.padding or any(run.step != 1 for run in halves.runs) or halves.extent % head_dim:
+    if (
+        head_dim < 2
+        or head_dim % 2
+        or halves.padding
+        or any(run.step != 1 for run in halves.runs)
+        or halves.extent % head_dim
+    ):
         raise ManifestMismatch(f"'{name}' has {halves.extent} rows, not plain heads of {head_dim}")
     runs: list[Run] = []
     for run in halves.runs:
@@ -199,7 +214,8 @@ def folded(arrangement: Arrangement, parts: Sequence[int], host: Arrangement) ->
     head_dim), num_heads, TpRank()))`.
     """
     rest = [part for part in range(len(arrangement.sizes)) if part not in parts]
-    if tuple(arrangement.sizes[part] for part in parts) != host.sizes:
+    is_there = len(rest) + len(parts) == len(arrangement.sizes)  # all parts are known, none is named twice
+    if not is_there or tuple(arrangement.sizes[part] for part in parts) != host.sizes:
         raise ManifestMismatch(f"parts {list(parts)} of {arrangement.sizes} rows do not lie in one of {host.sizes}")
     runs: list[Run] = []
     for run in arrangement.runs:
@@ -226,6 +242,7 @@ def scales(name: str, rows: Arrangement, block_rows: int = 128, *, is_overlappin
     values: refused. With `is_overlapping` the local has instead, run after run, each scale row that any of its rows
     needs; neighbours then have the shared row both.
     """
+    _check_positive(name, block_rows=block_rows)
     runs: list[Run] = []
     at = 0
     for run in sorted(rows.runs, key=lambda run: run.at):
@@ -243,3 +260,9 @@ def scales(name: str, rows: Arrangement, block_rows: int = 128, *, is_overlappin
     if rows.padding:
         raise ManifestMismatch(f"the scale of '{name}' is of {block_rows} rows a block, and the weight is padded")
     return Arrangement(tuple(-(-size // block_rows) for size in rows.sizes), at, tuple(runs))
+
+
+def _check_positive(name: str, **counts: int) -> None:
+    for what, count in counts.items():
+        if count < 1:
+            raise ManifestMismatch(f"{what} of '{name}' is {count}, it must be 1 or more")

@@ -52,6 +52,10 @@ class Region(msgspec.Struct, frozen=True, array_like=True, order=True):
             for a, b, c, d in zip(self.offset, self.end, other.offset, other.end, strict=True)
         )  # fmt: skip
 
+    def lies_in(self, shape: Sequence[int]) -> bool:
+        """Whether it is a box of a tensor of that shape."""
+        return len(self.end) == len(shape) and all(end <= size for end, size in zip(self.end, shape, strict=True))
+
     def __str__(self) -> str:
         return "[" + ",".join(f"{o}:{o + e}" for o, e in zip(self.offset, self.extent, strict=True)) + "]"
 
@@ -101,6 +105,13 @@ class LocalSpec(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
     padding: tuple[Region, ...] = ()
 
+    def __post_init__(self) -> None:
+        if any(extent < 0 for extent in self.shape):
+            raise ManifestMismatch(f"local '{self.name}' has a negative extent in its shape {list(self.shape)}")
+        for box in self.padding:
+            if not box.lies_in(self.shape):
+                raise ManifestMismatch(f"padding {box} does not lie in local '{self.name}' {list(self.shape)}")
+
 
 class Holding(msgspec.Struct, frozen=True):
     """`tensors` have their global shapes; their dtype is that of the wire, and of the locals where they are wanted.
@@ -137,9 +148,9 @@ class Holding(msgspec.Struct, frozen=True):
 def _fits(piece: Piece, shape: tuple[int, ...], local: tuple[int, ...]) -> bool:
     region, place = piece.region, piece.place
     num_dims = len(region.offset)
-    if len(shape) != num_dims or len(place.dims) != num_dims or len(place.steps) != num_dims:
+    if not region.lies_in(shape) or len(place.dims) != num_dims or len(place.steps) != num_dims:
         return False
-    if any(end > size for end, size in zip(region.end, shape, strict=True)) or len(place.start) != len(local):
+    if len(place.start) != len(local):
         return False
     if not region.numel:
         return True
@@ -186,10 +197,17 @@ class HoldingBuilder:
         )
 
     def build(self) -> Holding:
-        """Tensors and pieces in canonical order, so that equal holdings are equal however they were built."""
+        """Tensors and pieces in canonical order, so that equal holdings are equal however they were built.
+
+        Raises ManifestMismatch for a piece whose tensor or local has not been declared.
+        """
         tensors = sorted(self._tensors.values(), key=lambda spec: (bool(spec.alias_of), spec.name))
         number = {spec.name: index for index, spec in enumerate(tensors)}
         local = {name: index for index, name in enumerate(self._locals)}
+        for tensor, region, name, *_ in self._pieces:
+            if tensor not in number or name not in local:
+                lacking = f"local '{name}'" if tensor in number else f"tensor '{tensor}'"
+                raise ManifestMismatch(f"{lacking} of the piece {region} of '{tensor}' in '{name}' is not declared")
         pieces = sorted(
             (number[tensor], region, Place(local[name], start, dims, steps))
             for tensor, region, name, start, dims, steps in self._pieces

@@ -13,6 +13,7 @@ same functions: a trainer for what it has, an engine for what it wants.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -42,8 +43,16 @@ class Block(msgspec.Struct, frozen=True):
     patches: tuple[Patch, ...]
     padding: tuple[Region, ...] = ()
 
+    def __post_init__(self) -> None:
+        if len(dict(self.tensors)) != len(self.tensors):
+            raise ManifestMismatch(f"a tensor of a block has two shapes: {sorted(self.tensors)}")
+
     def transposed(self, order: Sequence[int]) -> Block:
         """Dim `order[d]` becomes dim d, as `numpy.transpose` does."""
+        if sorted(order) != list(range(len(self.shape))):
+            raise ManifestMismatch(
+                f"{list(order)} is no order of the dims of {list(self.shape)}, a block of {list(dict(self.tensors))}"
+            )
         new = {old: dim for dim, old in enumerate(order)}
 
         def turn(values: Sequence[int]) -> tuple[int, ...]:
@@ -122,8 +131,20 @@ def stacked(blocks: Sequence[Block]) -> Block:
 def flattened(blocks: Iterable[tuple[int, Block]], start: int, stop: int) -> Block:
     """The elements [start, stop) of a flat buffer as a 1-d block; each block lies flattened at its offset there.
 
-    What no block fills is padding: alignment between the blocks, and the end of the buffer.
+    What no block fills is padding: alignment between the blocks, and the end of the buffer. Blocks that overlap are
+    refused on every rank, also where [start, stop) has nothing of them.
     """
+    if not 0 <= start <= stop:
+        raise ManifestMismatch(f"elements {start}:{stop} are no stretch of a flat buffer")
+    blocks = list(blocks)
+    free = 0
+    for offset, one in sorted(blocks, key=lambda entry: (entry[0], math.prod(entry[1].shape))):
+        if offset < free:
+            raise ManifestMismatch(
+                f"the block of {list(dict(one.tensors))} at {offset} of a flat buffer begins before {free}, where the "
+                "one before it ends"
+            )
+        free = offset + math.prod(one.shape)
     patches: list[Patch] = []
     filled: list[tuple[int, int]] = []
     padding: list[Region] = []

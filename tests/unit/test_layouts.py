@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -29,8 +30,8 @@ from wsync.arrangements import (
     vocab_padded,
     whole,
 )
-from wsync.errors import ConfigError, ManifestMismatch
-from wsync.holding import HoldingBuilder, Region
+from wsync.errors import ConfigError, ManifestMismatch, WsyncError
+from wsync.holding import HoldingBuilder, LocalSpec, Region
 from wsync.layouts import Block, block, expert_names, flattened, stacked
 from wsync.sharding import OwnerMap, cuts, local_shape
 
@@ -295,12 +296,18 @@ def test_scales_of_fused_rows() -> None:
         ([Run(0, 0, 2, 0, 4)], [(1, 2)]),
         ([Run(0, 0, 4, 0), Run(0, 0, 0, 0)], []),
         ([Run(0, 0, 4, 0)], [(2, 2)]),
+        ([Run(0, -2, 4, 0)], []),
+        ([Run(-1, 0, 4, 0)], []),
+        ([Run(1, 0, 4, 0)], []),
+        ([Run(0, 0, 2, 0), Run(0, 2, 2, -2)], []),
+        ([Run(0, 0, 4, 0, 0)], []),
+        ([Run(0, 0, 4, 3, -1)], []),
     ],
 )
 def test_arrangements_that_do_not_fill_once_are_refused(
     runs: Sequence[Run], padding: Sequence[tuple[int, int]]
 ) -> None:
-    with pytest.raises(ManifestMismatch):
+    with pytest.raises(ManifestMismatch, match=r"does not lie in|do not fill 4 rows once"):
         Arrangement((6,), 4, tuple(runs), tuple(padding))
 
 
@@ -344,3 +351,70 @@ def test_regions_of_padding_are_boxes_of_the_local() -> None:
     assert one.padding == (Region((0, 0), (4, 2)),)
     assert one.tensors == ()
     assert math.prod(one.shape) == one.padding[0].numel
+
+
+def a_piece_of(tensor: str, local: str) -> None:
+    builder = HoldingBuilder()
+    builder.tensor("w", "float32", (2,))
+    builder.local("l", "float32", (2,))
+    builder.piece(tensor, Region((0,), (2,)), local, (0,))
+    builder.build()
+
+
+W23 = block(["w"], (2, 3))
+
+
+WRONG: dict[str, tuple[Callable[[], object], str]] = {
+    "a rank that is no integer": (lambda: TpRank(1.5, 2), "tensor-parallel rank 1.5 of 2"),  # type: ignore[arg-type]
+    "a size that is no integer": (lambda: TpRank(0, 2.0), "tensor-parallel rank 0 of 2.0"),  # type: ignore[arg-type]
+    "no part": (joined, "0 rows of parts of [] are no arrangement"),
+    "a negative part": (lambda: padded("w", -1, 4, TpRank()), "4 rows of parts of [-1] are no arrangement"),
+    "a negative dim": (lambda: block(["w"], (-2,)), "-2 rows of parts of [-2] are no arrangement"),
+    "no query heads": (lambda: heads("q", 0, 8, TpRank()), "num_heads of 'q' is 0"),
+    "query heads of no rows": (lambda: heads("q", 2, 0, TpRank()), "head_dim of 'q' is 0"),
+    "no kv heads": (lambda: kv_heads("k", 0, 8, TpRank(0, 2)), "num_heads of 'k' is 0"),
+    "negative kv heads": (lambda: kv_heads("k", -1, 8, TpRank(0, 2)), "num_heads of 'k' is -1"),
+    "a multiple of 0": (lambda: vocab_padded(10, 0), "multiple of 'vocabulary' is 0"),
+    "no groups": (lambda: grouped("qkv", 0, (2, 1, 1), 0, TpRank()), "num_heads of 'qkv' is 0"),
+    "rope of heads of no rows": (lambda: rope_interleaved("q", whole(4), 0), "not plain heads of 0"),
+    "scales of no rows a block": (lambda: scales("w", whole(4), 0), "block_rows of 'w' is 0"),
+    "an unknown part folded": (lambda: folded(whole(4), (1,), whole(4)), "parts [1] of (4,) rows"),
+    "a part from the end folded": (lambda: folded(whole(4), (-1,), whole(4)), "parts [-1] of (4,) rows"),
+    "a part folded twice": (
+        lambda: folded(joined(whole(4), whole(4)), (0, 0), joined(whole(4), whole(4))),
+        "parts [0, 0] of (4, 4) rows",
+    ),
+    "too few dims transposed": (lambda: W23.transposed((0,)), "[0] is no order of the dims of [2, 3]"),
+    "a dim transposed twice": (lambda: W23.transposed((1, 1)), "a block of ['w']"),
+    "an unknown dim transposed": (lambda: W23.transposed((0, 2)), "[0, 2] is no order of the dims"),
+    "one name stacked in two shapes": (
+        lambda: stacked([block(["w"], (even("w", size, TpRank(0, size)),)) for size in (2, 3)]),
+        "two shapes: [('w', (2,)), ('w', (3,))]",
+    ),
+    "flat blocks that overlap": (
+        lambda: flattened([(5, W23), (0, block(["v"], (6,)))], 0, 12),
+        "the block of ['w'] at 5 of a flat buffer begins before 6",
+    ),
+    "flat blocks that overlap on another rank": (
+        lambda: flattened([(5, W23), (0, block(["v"], (6,)))], 8, 12),
+        "the block of ['w'] at 5",
+    ),
+    "a flat block before the buffer": (lambda: flattened([(-1, W23)], 0, 5), "the block of ['w'] at -1"),
+    "a flat stretch that ends before it starts": (lambda: flattened([(0, W23)], 4, 2), "elements 4:2 are no"),
+    "a flat stretch before the buffer": (lambda: flattened([(0, W23)], -2, 2), "elements -2:2 are no"),
+    "a piece of an unknown tensor": (lambda: a_piece_of("x", "l"), "tensor 'x' of the piece [0:2]"),
+    "a piece in an unknown local": (lambda: a_piece_of("w", "m"), "local 'm' of the piece [0:2] of 'w'"),
+    "a negative local": (lambda: LocalSpec("l", "float32", (-1,)), "local 'l' has a negative extent"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_input_is_refused_by_name(wrong: str) -> None:
+    make, problem = WRONG[wrong]
+    with pytest.raises(WsyncError, match=re.escape(problem)):
+        make()
+
+
+def test_an_empty_flat_block_overlaps_nothing() -> None:
+    blocks = [(0, W23), (0, block(["none"], (0, 3))), (6, block(["end"], (0,)))]
+    assert [name for name, _ in flattened(blocks, 0, 6).tensors] == ["w", "none", "end"]

@@ -127,6 +127,14 @@ def test_padding_is_written_by_nobody() -> None:
     assert "'w'[2] is written by 't'[0:3], though it is padding" in refused(builder.build())
 
 
+@pytest.mark.parametrize(
+    ("padding", "shape"), [(box((2, 5)), (4,)), (box((4, 5)), (4,)), (box((0, 1)), (4, 4)), (box((0, 1)), ())]
+)
+def test_padding_outside_of_its_local_is_refused(padding: Region, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ManifestMismatch, match="does not lie in local 'w'"):
+        HoldingBuilder().local("w", "float32", shape, padding=[padding])
+
+
 def test_a_receiver_does_not_cast() -> None:
     builder = HoldingBuilder()
     builder.tensor("t", "float32", (3,))

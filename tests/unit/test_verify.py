@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -283,6 +284,107 @@ def test_members_whose_regions_overlap_in_part_need_common_cuts() -> None:
     assert [str(d) for d in compare(cut(ours), cut(theirs))] == ["w: [4:6] differs between members of the trainer ()"]
     ours[0][1]["w"][5] = 3
     assert [str(d) for d in compare(cut(ours), cut(theirs))] == ["w: the bytes differ"]
+
+
+def tied(piece: str, array: Any, *spans: tuple[int, int]) -> tuple[Holding, Arrays]:
+    """`h` is tied to `e`; pieces of one of the names, each in a local of its own."""
+    built, locals_ = HoldingBuilder(), {}
+    built.tensor("e", "float32", array.shape)
+    built.tensor("h", "float32", array.shape, "e")
+    for start, stop in spans:
+        locals_[f"{start}"] = array[start:stop].copy()
+        built.local(f"{start}", "float32", (stop - start,))
+        built.piece(piece, Region((start,), (stop - start,)), f"{start}", (0,))
+    return built.build(), locals_
+
+
+@pytest.mark.parametrize("piece", ["e", "h"])
+def test_a_piece_of_either_tied_name_stands_for_both(piece: str) -> None:
+    array = np.arange(4, dtype=np.float32)
+    ours, theirs = [tied("e", array, (0, 4))], [tied(piece, array, (0, 1), (1, 4))]
+    assert named(ours, theirs) == set()
+    theirs[0][1]["1"][0] = 7
+    assert named(ours, theirs) == {"e", "h"}
+
+
+def test_tied_names_are_cut_in_common() -> None:
+    array = np.arange(6, dtype=np.float32)
+    side = [tied("e", array, (0, 4)), tied("h", array, (2, 6))]
+    cuts = common_cuts(holding for holding, _ in side)
+    assert cuts == {"e": ((0, 2, 4, 6),)}
+    made = [digest_report(holding, locals_, cuts=cuts) for holding, locals_ in side]
+    assert compare(made, reports([tied("e", array, (0, 6))])) == []
+
+
+WRONG_LOCALS: dict[str, tuple[Arrays, str]] = {
+    "too few elements": ({"0": np.zeros(2, np.float32)}, r"'0' is float32 \[2\], its holding says float32 \[4\]"),
+    "too many elements": ({"0": np.zeros(6, np.float32)}, r"'0' is float32 \[6\]"),
+    "another dtype": ({"0": np.zeros(4, np.int32)}, r"'0' is int32 \[4\]"),
+    "missing": ({}, "'0' of the holding is not among"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_LOCALS)
+def test_locals_that_do_not_suit_their_holding_are_refused(wrong: str) -> None:
+    locals_, problem = WRONG_LOCALS[wrong]
+    holding, _ = tied("e", np.zeros(4, np.float32), (0, 4))
+    with pytest.raises((ConfigError, ManifestMismatch), match=problem):
+        digest_report(holding, locals_)
+
+
+WRONG_TENSORS: dict[str, tuple[str, tuple[int, ...], Region, str]] = {
+    "a region beyond the shape": ("float32", (4,), Region((2,), (3,)), r"region \[2:5\] of 'w' does not lie in \[4\]"),
+    "a region of another rank": (
+        "float32",
+        (4,),
+        Region(
+            (
+                0,
+                0,
+            ),
+            (
+                2,
+                2,
+            ),
+        ),
+        r"region \[0:2,0:2\] of 'w'",
+    ),
+    "a region of a scalar": ("float32", (), Region((0,), (1,)), r"does not lie in \[\]"),
+    "an unknown dtype": ("float31", (4,), Region((0,), (4,)), "'w' has dtype 'float31'"),
+    "a negative shape": ("float32", (-4,), Region((0,), (4,)), "'w' has a negative extent"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_TENSORS)
+def test_reports_of_no_possible_tensor_are_refused(wrong: str, tmp_path: Path) -> None:
+    dtype, shape, region, problem = WRONG_TENSORS[wrong]
+    with pytest.raises(ManifestMismatch, match=problem):
+        TensorDigest("w", dtype, shape, (PartDigest(region, 1),))
+    tensor = {"name": "w", "dtype": dtype, "shape": shape, "parts": [(region, 1)]}
+    file = tmp_path / "report.json"
+    file.write_bytes(msgspec.json.encode({"member": "0", "version": 0, "tensors": [tensor]}))
+    with pytest.raises(ConfigError, match=problem):
+        DigestReport.load(file)
+
+
+def test_a_side_without_tensors_is_refused(source: Engine) -> None:
+    full_side = reports(source)
+    for empty in ([], [DigestReport("0", 0, ())]):
+        with pytest.raises(ConfigError, match=f"the {len(empty)} reports of the replica have no tensors"):
+            compare(full_side, empty)
+        with pytest.raises(ConfigError, match=f"the {len(empty)} reports of the trainer have no tensors"):
+            check(empty, full_side)
+    assert compare([*full_side, DigestReport("idle", 0, ())], full_side) == []
+
+
+def test_cuts_of_holdings_of_different_ranks_are_refused() -> None:
+    flat, _ = tied("e", np.zeros(4, np.float32), (0, 4))
+    built = HoldingBuilder()
+    built.tensor("e", "float32", (2, 2))
+    built.local("e", "float32", (2, 2))
+    built.piece("e", Region.whole((2, 2)), "e", (0, 0))
+    with pytest.raises(ManifestMismatch, match="'e' has 1 dims in one holding, 2 in another"):
+        common_cuts([flat, built.build()])
 
 
 @settings(max_examples=60, deadline=None)

@@ -22,7 +22,7 @@ from wsync.engine.membership import HolderRecord, View
 from wsync.engine.protocol import Done, HolderHello, Message
 from wsync.engine.shards import Round, Shards, lane_channel
 from wsync.engine.wire import Listener, Wire
-from wsync.errors import ChannelError, ConfigError, ErrorContext, PeerLost, StaleView, WsyncError
+from wsync.errors import ChannelError, ConfigError, ErrorContext, MembershipError, PeerLost, StaleView, WsyncError
 from wsync.events import Aborted, Committed, EventBus, PlanMade, Staged, ViewChanged
 from wsync.holding import Holding
 from wsync.status import ReplicaPhase, VersionPhase, VersionStatus
@@ -126,7 +126,7 @@ class Coordinator:
         former = self._sessions.get(hello.holder_id)
         if former is not None:
             self._lose(former, "it came back")
-        has_history = any(r.highest_version or r.trainer or r.replicas or r.slots for r in hello.channels)
+        has_history = any(r.highest_version or r.trainer or r.replicas or r.slots or r.shards for r in hello.channels)
         if has_history and not self._channels:  # a channel that a first member is just joining has none
             # We are new and the job is not: give the other holders time to report before judging what is missing.
             self._quiet_until = now + self.config.lost_after_s
@@ -190,15 +190,8 @@ class Coordinator:
                 return await self._register_trainer(session.record.holder_id, message)
             case protocol.AwaitLanes():
                 return await self._await_lanes(message)
-            case protocol.OpenRound(name, rank, incarnation, step):
-                await self._plan(self._sharded(name))
-                opened = self._sharded(name).open_round(rank, incarnation, step)
-                for lane_id in self._sharded(name).retired_lanes(opened):
-                    retire = protocol.Retire(lane_channel(name, lane_id))
-                    self._send([(holder_id, retire) for holder_id in self._sessions])
-                    self._channels.pop(retire.channel, None)
-                self._wake()
-                return protocol.RoundOpened(opened.version, opened.plan_id)
+            case protocol.OpenRound():
+                return await self._open_round(message)
             case protocol.AwaitRound():
                 return await self._await_round(message)
             case _:
@@ -338,22 +331,47 @@ class Coordinator:
     async def _await_lanes(self, wish: protocol.AwaitLanes) -> Message:
         shards = self._sharded(wish.channel)
         deadline = asyncio.get_running_loop().time() + wish.timeout_s
-        while not shards.can_answer(wish.member_id):
+        while not shards.can_answer(wish.incarnation):
             if not await self._wait_change(deadline):
                 return protocol.LanesPlanned("", (), (), shards.missing_ranks)
         await self._plan(shards)
-        plan, (receiver, rank) = shards.lanes_of(wish.member_id, wish.plan_id)
-        mine = plan.of_receiver(receiver) if receiver else plan.of_source(rank)
-        return protocol.LanesPlanned(plan.plan_id, mine, tuple(lane.lane_id for lane in plan.lanes), ())
+        plan, mine = shards.lanes_of(wish.incarnation, wish.plan_id)
+        return protocol.LanesPlanned(plan.plan_id, mine, tuple((lane.lane_id, lane.source) for lane in plan.lanes), ())
+
+    async def _open_round(self, wish: protocol.OpenRound) -> Message:
+        shards = self._sharded(wish.channel)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wish.timeout_s
+        while shards.missing_ranks or loop.time() < self._quiet_until:
+            if not await self._wait_change(min(deadline, max(self._quiet_until, loop.time() + 0.2))):
+                if loop.time() < deadline:
+                    continue
+                raise MembershipError(
+                    f"trainer ranks {list(shards.missing_ranks)} of '{wish.channel}' have not joined or have left",
+                    hint="start them, or start all ranks anew with the number that there is",
+                    context=ErrorContext(channel=wish.channel, phase="publish", elapsed_s=wish.timeout_s),
+                )
+        shards.forget_deserted(loop.time())
+        await self._plan(shards)
+        lanes = lane_channel(wish.channel, "")
+        known = max((c.highest for name, c in self._channels.items() if name.startswith(lanes)), default=0)
+        opened = shards.open_round(wish, known_version=known)
+        for lane_id in shards.retired_lanes(opened):
+            retire = protocol.Retire(lane_channel(wish.channel, lane_id))
+            self._send([(holder_id, retire) for holder_id in self._sessions])
+            self._channels.pop(retire.channel, None)
+        self._wake()
+        return protocol.RoundOpened(opened.version, opened.plan_id)
 
     async def _await_round(self, wish: protocol.AwaitRound) -> Message:
+        shards = self._sharded(wish.channel)
         deadline = asyncio.get_running_loop().time() + wish.timeout_s
         while True:
-            entry: Round | None = self._sharded(wish.channel).rounds.get(wish.version)
-            if entry is None:
-                return protocol.RoundReport((), f"version {wish.version} is not known any more")
+            entry: Round | None = shards.rounds.get(wish.version)
+            if entry is None:  # it was complete, or we are new: the lanes tell
+                return protocol.RoundReport((), "", shards.deserted_lanes())
             if entry.error or not entry.missing or not await self._wait_change(deadline):
-                return protocol.RoundReport(entry.missing, entry.error)
+                return protocol.RoundReport(entry.missing, entry.error, shards.deserted_lanes())
 
     async def _wait_change(self, deadline: float) -> bool:
         """False at the deadline (loop time)."""

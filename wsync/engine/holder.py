@@ -15,6 +15,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from wsync.config import Config
 from wsync.engine import protocol
 from wsync.engine.executor import PeerTable
@@ -39,6 +41,9 @@ from wsync.memory import Slot
 from wsync.transports.base import Transport
 
 logger = logging.getLogger("wsync")
+
+UPSTREAM_S = 0.3
+"""How much longer than its own deadline the coordinator may take to answer."""
 
 
 @dataclass(eq=False)
@@ -305,19 +310,26 @@ class Holder:
                 self._release(member, message)
             case protocol.HashRanges(version, ranges):
                 return await self._hash_ranges(member.channel, version, ranges)
-            case (
-                protocol.AwaitVersion(timeout_s=timeout_s)
-                | protocol.AwaitLanes(timeout_s=timeout_s)
-                | protocol.AwaitRound(timeout_s=timeout_s)
-            ):
+            case protocol.AwaitVersion(timeout_s=timeout_s):
                 return await self._upstream.call(message, timeout_s=timeout_s + 2.0)
+            case protocol.AwaitLanes(timeout_s=timeout_s) | protocol.AwaitRound(timeout_s=timeout_s):
+                return await self._upstream.call(message, timeout_s=timeout_s + UPSTREAM_S)
             case protocol.OpenRound():
-                return await self._upstream.call(message, timeout_s=self.config.join_timeout_s)
+                return await self._open_round(member, message)
             case protocol.GetManifest(_, digest):
                 return protocol.ManifestFound(await self._manifest(member.channel.name, digest))
             case _:
                 raise StaleView(f"a member does not send {type(message).__name__}")
         return None
+
+    async def _open_round(self, member: _Member, wish: protocol.OpenRound) -> Message:
+        """Passed on; what it says of the newest version is kept, for a coordinator that may be new next time."""
+        reply = await self._upstream.call(wish, timeout_s=wish.timeout_s + UPSTREAM_S)
+        assert isinstance(reply, protocol.RoundOpened)
+        if member.shard is not None:
+            newest = max(member.shard.last_version, reply.version)
+            member.shard = msgspec.structs.replace(member.shard, last_version=newest)
+        return reply
 
     # --- reading
     def _hand_over(self, member: _Member, slot_id: int) -> tuple[Message, list[int]]:

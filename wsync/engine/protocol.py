@@ -184,25 +184,32 @@ class AwaitLanes(Message, frozen=True):
     """The member's lanes in the present plan (or in `plan_id`), as soon as every trainer rank has joined."""
 
     channel: str
-    member_id: str
+    incarnation: str
     plan_id: str
     timeout_s: float
 
 
 class LanesPlanned(Message, frozen=True):
-    """`mine` are the member's lanes, `all_lanes` the ids of all. `missing_ranks`: there is no plan before they join."""
+    """`mine` are the member's lanes, `all_lanes` are (lane id, source rank). `missing_ranks` must join first."""
 
     plan_id: str
     mine: tuple[ShardLane, ...]
-    all_lanes: tuple[str, ...]
+    all_lanes: tuple[tuple[str, int], ...]
     missing_ranks: tuple[int, ...]
 
 
 class OpenRound(Message, frozen=True):
+    """Take part in a round; waits for ranks that are missing. `serial` counts a rank's calls: asked again, it is told
+    the same round. `plan_id` is the plan that the rank has: it goes on with it if a new coordinator knows no workers.
+    """
+
     channel: str
     rank: int
     incarnation: str
+    serial: int
     step: int
+    plan_id: str
+    timeout_s: float
 
 
 class RoundOpened(Message, frozen=True):
@@ -219,8 +226,11 @@ class AwaitRound(Message, frozen=True):
 
 
 class RoundReport(Message, frozen=True):
+    """`deserted` are lanes whose workers have all left."""
+
     missing_ranks: tuple[int, ...]
     error: str
+    deserted: tuple[str, ...]
 
 
 # --- member or holder -> coordinator (holders pass it on)

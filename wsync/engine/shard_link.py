@@ -15,14 +15,12 @@ from typing import Any
 from wsync.config import Config
 from wsync.engine import protocol
 from wsync.engine.lanes import Locator, ShardLane
-from wsync.engine.link import Link
+from wsync.engine.link import GRACE_S, Link
 from wsync.engine.protocol import Message
 from wsync.engine.session import find_holder
-from wsync.engine.tensors import copy_into, is_released, memory_of, strided_view
-from wsync.errors import ConfigError, ErrorContext, ManifestMismatch, MembershipError
+from wsync.engine.tensors import copy_into, is_equal, is_released, memory_of, strided_view
+from wsync.errors import ConfigError, ErrorContext, ManifestMismatch, MembershipError, PeerLost
 from wsync.holding import Holding
-
-ASK_S = 5.0
 
 
 class ShardLink:
@@ -57,14 +55,24 @@ class ShardLink:
         if self._rank >= 0:
             self.highest = max(self.highest, reply.highest_version)
 
-    def ask(self, message: Message, *, timeout_s: float) -> Message:
-        """As `Link.ask`; also for questions about the lanes' own channels."""
-        return self._link.ask(message, timeout_s=timeout_s)
+    def ask(self, make: Callable[[float], Message], *, timeout_s: float, grace_s: float = GRACE_S) -> Message:
+        """The reply to `make(seconds left)`, which may be asked again: a holder that dies meanwhile is replaced."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            try:
+                return self._link.ask(make(left), timeout_s=left, grace_s=grace_s)
+            except PeerLost:
+                if left <= 0:
+                    raise
 
-    def lanes(self, timeout_s: float, *, plan_id: str = "") -> protocol.LanesPlanned:
+    def lanes(self, timeout_s: float, *, plan_id: str = "", grace_s: float = GRACE_S) -> protocol.LanesPlanned:
         """This member's lanes. Raises MembershipError naming the trainer ranks that have not joined by the time-out."""
-        wish = protocol.AwaitLanes(self.channel, self.member_id, plan_id, timeout_s)
-        reply = self.ask(wish, timeout_s=timeout_s)
+        reply = self.ask(
+            lambda left: protocol.AwaitLanes(self.channel, self.incarnation, plan_id, left),
+            timeout_s=timeout_s,
+            grace_s=grace_s,
+        )
         assert isinstance(reply, protocol.LanesPlanned)
         if reply.missing_ranks:
             raise MembershipError(
@@ -94,13 +102,17 @@ def lane_views(
     return found, copies
 
 
+LaneViews = tuple[ShardLane, dict[str, Any], list[tuple[Any, Any]]]
+"""A lane, its fragments by their names in its manifest, and the pairs (further place, first place)."""
+
+
 class Locals:
     """The live memory of a holding; a function instead of a mapping is asked anew: some frameworks replace tensors."""
 
     def __init__(self, holding: Holding, source: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
         self._holding, self._source = holding, source
         self._locator = Locator(holding)
-        self._lanes: dict[str, tuple[ShardLane, dict[str, Any], list[tuple[Any, Any]]]] = {}
+        self._lanes: dict[str, LaneViews] = {}
         self._tensors = self._read()
         self._memory = list(map(memory_of, self._tensors.values()))
 
@@ -123,17 +135,27 @@ class Locals:
             fragments.update(found)
         return False
 
-    def follow(self, lanes: Iterable[ShardLane]) -> None:
-        """Have views for these lanes and no others."""
-        wanted = {lane.lane_id: lane for lane in lanes}
-        self._lanes = {lane_id: entry for lane_id, entry in self._lanes.items() if lane_id in wanted}
-        for lane_id, lane in wanted.items():
-            if lane_id not in self._lanes:
-                self._lanes[lane_id] = (lane, *lane_views(self._locator, self._holding, self._tensors, lane))
+    def views(self, lanes: Iterable[ShardLane]) -> dict[str, LaneViews]:
+        """By lane id: the fragments as live views. Those that are followed already are the same dicts."""
+        return {
+            lane.lane_id: self._lanes.get(lane.lane_id)
+            or (lane, *lane_views(self._locator, self._holding, self._tensors, lane))
+            for lane in lanes
+        }
 
-    def fragments(self, lane_id: str) -> dict[str, Any]:
-        """The lane's fragments as live views, by their names in the lane's manifest."""
-        return self._lanes[lane_id][1]
+    def follow(self, views: Mapping[str, LaneViews]) -> None:
+        """From now on keep these views up to date, and no others."""
+        self._lanes = dict(views)
+
+    def unequal(self) -> list[str]:
+        """Names of fragments that lie in this member's memory more than once, and are not the same everywhere."""
+        return [
+            spec.name
+            for lane, fragments, copies in self._lanes.values()
+            for spec in lane.manifest.tensors
+            for further, first in copies
+            if first is fragments[spec.name] and not is_equal(further, first, spec.dtype)
+        ]
 
     def spread(self) -> None:
         """Copy fragments that lie in this member's memory more than once from their first place to the others."""

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from wsync.config import Config
 from wsync.engine import protocol
-from wsync.engine.link import Pinned
+from wsync.engine.link import GRACE_S, Pinned
 from wsync.engine.overlap import check_wanted
 from wsync.engine.replica import LATEST_GRACE_S, Commit, Replica
 from wsync.engine.session import checked_channel, default_member_id
@@ -22,6 +22,8 @@ from wsync.engine.shard_link import Locals, ShardLink
 from wsync.engine.shards import lane_channel
 from wsync.errors import (
     CommitError,
+    ConfigError,
+    ConnectError,
     ErrorContext,
     ManifestMismatch,
     MembershipError,
@@ -34,6 +36,9 @@ from wsync.holding import Holding
 
 PLAN_CHECK_S = 1.0
 """How often a worker that has its lanes asks whether the plan has changed."""
+MAX_PLAN_CHECK_S = 30.0
+"""The same while the coordinator does not answer."""
+_SLICE_S = 0.5
 
 _Lease = tuple[Pinned, protocol.VersionLeased]
 
@@ -71,8 +76,11 @@ class ShardReplica:
         self._lock = threading.RLock()
         self._lanes: dict[str, Replica] = {}
         self._plan_id = ""
-        self._plan_checked_s = 0.0
+        self._check_plan_at, self._patience_s = 0.0, PLAN_CHECK_S
+        if not holding.nbytes:
+            raise ConfigError("the holding wants no element of any tensor", hint="leave this worker out")
         self._link = ShardLink(self.channel, self.member_id, self.config, holding, rank=-1, num_ranks=0)
+        self._lane_member_id = f"{self.member_id}-{self._link.incarnation[:6]}"  # ids may be shared, in one actor say
 
     @property
     def version(self) -> int:
@@ -108,9 +116,12 @@ class ShardReplica:
         with self._lock:
             self._look()
             try:
-                self._follow(0.0)
-                return self._commit(self._floor(), time.monotonic(), grace_s=LATEST_GRACE_S)
-            except (PeerLost, StaleView, TransferTimeout, MembershipError):
+                commit = self._commit(self._floor(), time.monotonic(), grace_s=LATEST_GRACE_S) if self._lanes else None
+                if commit is None and time.monotonic() >= self._check_plan_at:
+                    self._follow(0.0, grace_s=LATEST_GRACE_S)
+                    commit = self._commit(self._floor(), time.monotonic(), grace_s=LATEST_GRACE_S)
+                return commit
+            except (PeerLost, StaleView, TransferTimeout, ConnectError, MembershipError):
                 return None
 
     def wait_version(self, min_version: int = 1, *, timeout_s: float = 60.0) -> Commit:
@@ -125,12 +136,19 @@ class ShardReplica:
                 self._look()
                 if self._version >= min_version and not self._is_torn:
                     return Commit(self._version, self._step, 0.0, 0)
-                left = max(0.0, deadline - time.monotonic())
                 try:
-                    self._follow(left)
-                    commit = self._commit(max(self._floor(), min_version), min(deadline, time.monotonic() + 0.5))
+                    if not self._lanes:
+                        self._follow(max(0.0, deadline - time.monotonic()))
+                    least = max(self._floor(), min_version)
+                    commit = self._commit(least, min(deadline, time.monotonic() + _SLICE_S))
+                    if commit is None and time.monotonic() >= self._check_plan_at:
+                        self._follow(0.0)
                 except (PeerLost, StaleView):
                     commit = None
+                except (ConnectError, MembershipError, TransferTimeout):  # the coordinator is away: the lanes are not
+                    commit = None
+                    if not self._lanes:
+                        raise
                 if commit is not None:
                     return commit
                 if time.monotonic() >= deadline:
@@ -139,25 +157,35 @@ class ShardReplica:
     def _floor(self) -> int:
         return max(1, self._version) if self._is_torn else self._version + 1
 
-    def _follow(self, timeout_s: float) -> None:
-        """Have a replica for each lane of the present plan, and no other."""
+    def _follow(self, timeout_s: float, *, grace_s: float = GRACE_S) -> None:
+        """Have a replica for each lane of the present plan, and no other; all of them, or those from before."""
         if self._is_closed:
             raise CommitError(f"this worker of '{self.channel}' is closed", hint="create a new one")
-        if self._lanes and time.monotonic() - self._plan_checked_s < PLAN_CHECK_S:
-            return
-        planned = self._link.lanes(timeout_s)
-        self._plan_checked_s = time.monotonic()
+        self._patience_s = min(MAX_PLAN_CHECK_S, 2 * self._patience_s)  # unless it is answered
+        self._check_plan_at = time.monotonic() + self._patience_s
+        planned = self._link.lanes(timeout_s, grace_s=grace_s)
+        self._patience_s = PLAN_CHECK_S
+        self._check_plan_at = time.monotonic() + PLAN_CHECK_S
         if planned.plan_id == self._plan_id:
             return
-        wanted = {lane.lane_id: lane for lane in planned.mine}
-        for lane_id in [lane_id for lane_id in self._lanes if lane_id not in wanted]:
-            self._lanes.pop(lane_id).close()
-        self._locals.follow(planned.mine)
-        for lane_id in wanted:
-            if lane_id not in self._lanes:
-                name, fragments = lane_channel(self.channel, lane_id), self._locals.fragments(lane_id)
-                self._lanes[lane_id] = Replica(name, fragments, member_id=self.member_id, config=self.config)
-        self._plan_id = planned.plan_id
+        views = self._locals.views(planned.mine)
+        lanes = {lane_id: self._lanes[lane_id] for lane_id in views if lane_id in self._lanes}
+        joined: list[Replica] = []
+        try:
+            for lane_id, (_, fragments, _) in views.items():
+                if lane_id not in lanes:
+                    name = lane_channel(self.channel, lane_id)
+                    lanes[lane_id] = Replica(name, fragments, member_id=self._lane_member_id, config=self.config)
+                    joined.append(lanes[lane_id])
+        except BaseException:
+            for lane in joined:
+                lane.close()
+            raise
+        left = [lane for lane_id, lane in self._lanes.items() if lane_id not in lanes]
+        self._locals.follow(views)
+        self._lanes, self._plan_id = lanes, planned.plan_id
+        for lane in left:
+            lane.close()
 
     def _commit(self, min_version: int, deadline: float, *, grace_s: float = 5.0) -> Commit | None:
         leases = self._lease_all(min_version, deadline, grace_s)
@@ -165,6 +193,14 @@ class ShardReplica:
             return None
         started = time.monotonic()
         version = next(iter(leases.values()))[1].version
+        steps = {leased.step for _, leased in leases.values()}
+        if len(steps) > 1:
+            self._release_all(leases)
+            raise CommitError(
+                f"the lanes of version {version} are of steps {sorted(steps)}: they do not belong together",
+                hint="publish the next version",
+                context=ErrorContext(channel=self.channel, version=version, phase="commit"),
+            )
         was_torn, self._is_torn = self._is_torn, True
         done: list[str] = []
         try:
@@ -259,7 +295,8 @@ class ShardReplica:
     def verify(self, *, timeout_s: float = 60.0) -> list[str]:
         """Names of the fragments whose live bytes differ from the version that this worker runs; empty when none do."""
         with self._lock:
-            return [name for lane in self._lanes.values() for name in lane.verify(timeout_s=timeout_s)]
+            wrong = [name for lane in self._lanes.values() for name in lane.verify(timeout_s=timeout_s)]
+            return wrong + self._locals.unequal()
 
     def close(self) -> None:
         """Leave; the live memory stays as it is. Idempotent."""

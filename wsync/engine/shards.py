@@ -13,15 +13,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from wsync.engine.lanes import ShardPlan
+from wsync.engine.lanes import ShardLane, ShardPlan
 from wsync.engine.membership import View
-from wsync.engine.protocol import ShardReport
+from wsync.engine.protocol import OpenRound, ShardReport
 from wsync.errors import ChannelError, ErrorContext, ManifestMismatch, PublishError
 from wsync.holding import Holding
 
 NUM_REMEMBERED = 16
-"""Rounds and plans that are kept for those who are late."""
-MAX_CLASSES = 64
+"""Plans that are kept for those who are late; how many versions one rank may be ahead of another."""
+KEEP_CLASS_S = 60.0
+"""How long the lanes of workers that have all left are kept: one that is started again finds its version."""
 
 PlanKey = tuple[tuple[str, ...], tuple[str, ...]]
 """Digests of the trainer ranks' holdings, in order of rank, and of the wanted ones."""
@@ -45,18 +46,22 @@ class _Member:
 
 @dataclass
 class Round:
-    """A version of all ranks. `ranks` have joined it; it is complete when all have."""
+    """A version of all ranks. `ranks` have joined it, each with (incarnation, serial); complete when all have."""
 
     version: int
     step: int
     plan_id: str
     num_ranks: int
-    ranks: set[int] = field(default_factory=set)
+    ranks: dict[int, tuple[str, int]] = field(default_factory=dict)
     error: str = ""
 
     @property
     def missing(self) -> tuple[int, ...]:
         return tuple(rank for rank in range(self.num_ranks) if rank not in self.ranks)
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self.missing) and not self.error
 
 
 class Shards:
@@ -69,8 +74,11 @@ class Shards:
         self.plans: dict[str, ShardPlan] = {}
         self.rounds: dict[int, Round] = {}
         self._trainers: dict[int, _Member] = {}
+        self._incarnations: dict[int, str] = {}
         self._workers: dict[str, _Member] = {}
+        """By incarnation: members may share an id."""
         self._classes: dict[str, Holding] = {}
+        self._deserted_at: dict[str, float] = {}
         self._refused: dict[str, str] = {}
         self._planned: PlanKey | None = None
         self._used_lanes: set[str] = set()
@@ -81,15 +89,14 @@ class Shards:
         self.highest = max(self.highest, report.last_version)
         member = _Member(holder_id, report, report.holding.digest())
         if not report.is_trainer:
-            self._workers[report.member_id] = member
-            self._classes.pop(member.digest, None)
+            self._workers[report.incarnation] = member
             self._classes[member.digest] = report.holding
-            while len(self._classes) > MAX_CLASSES:
-                del self._classes[next(iter(self._classes))]
+            self._deserted_at.pop(member.digest, None)
             return
         context = ErrorContext(channel=self.name, phase="join")
         for rank, other in self._trainers.items():
-            if not view.holder(other.holder_id) or other.report.member_id == report.member_id:
+            is_itself = (rank, other.report.member_id) == (report.rank, report.member_id)
+            if is_itself or not view.holder(other.holder_id):
                 continue
             if other.report.num_ranks != report.num_ranks:
                 raise ChannelError(
@@ -107,12 +114,15 @@ class Shards:
         if report.num_ranks != len(self._trainers):
             self._trainers = {r: m for r, m in self._trainers.items() if m.report.num_ranks == report.num_ranks}
         self._trainers[report.rank] = member
-        self._drop_rounds(report.rank)
+        former = self._incarnations.get(report.rank, report.incarnation)
+        self._incarnations[report.rank] = report.incarnation
+        if former != report.incarnation:
+            self._drop_rounds(report.rank)
 
     def _drop_rounds(self, rank: int) -> None:
         """A rank is new: it has not packed what it joined before, and does not know the rounds that wait for it."""
         for entry in self.rounds.values():
-            if entry.missing and not entry.error:
+            if entry.is_open:
                 entry.error = f"trainer rank {rank} was started anew before every rank had published it"
 
     def gone(self, member_id: str, incarnation: str) -> None:
@@ -122,7 +132,7 @@ class Shards:
         self._workers = {name: m for name, m in self._workers.items() if m.identity != gone}
 
     def holder_lost(self, holder_id: str) -> None:
-        self._trainers = {rank: m for rank, m in self._trainers.items() if m.holder_id != holder_id}
+        """Its workers have gone with it. Trainer ranks join again with their next publish, and are kept until then."""
         self._workers = {name: m for name, m in self._workers.items() if m.holder_id != holder_id}
 
     # --- the plan
@@ -132,9 +142,9 @@ class Shards:
         num_ranks = next((member.report.num_ranks for member in self._trainers.values()), 1)
         return tuple(rank for rank in range(num_ranks) if rank not in self._trainers)
 
-    def can_answer(self, member_id: str) -> bool:
+    def can_answer(self, incarnation: str) -> bool:
         """Whether the member's lanes are known, or can be planned: a worker like others needs no trainer for that."""
-        worker = self._workers.get(member_id)
+        worker = self._workers.get(incarnation)
         is_planned = worker is not None and self._planned is not None and worker.digest in self._planned[1]
         return is_planned or not self.missing_ranks
 
@@ -158,58 +168,85 @@ class Shards:
             while len(self.plans) > NUM_REMEMBERED:
                 del self.plans[next(iter(self.plans))]
 
-    def lanes_of(self, member_id: str, plan_id: str) -> tuple[ShardPlan, tuple[str, int]]:
-        """The plan (the present one, or `plan_id`) and what selects the member's lanes in it: its class, or its rank.
+    def lanes_of(self, incarnation: str, plan_id: str) -> tuple[ShardPlan, tuple[ShardLane, ...]]:
+        """The plan (the present one, or `plan_id`) and the member's lanes in it.
 
         Raises ManifestMismatch for a member whose holding does not go with the others, ChannelError for a stranger.
         """
         plan = self.plans.get(plan_id) if plan_id else self.plan
-        worker = self._workers.get(member_id)
-        rank = next((r for r, member in self._trainers.items() if member.report.member_id == member_id), -1)
+        worker = self._workers.get(incarnation)
+        rank = next((r for r, member in self._trainers.items() if member.report.incarnation == incarnation), -1)
         if worker is None and rank < 0:
-            raise ChannelError(f"'{member_id}' has not joined '{self.name}'", hint="join again")
+            raise ChannelError(f"this member has not joined '{self.name}'", hint="join again")
         problem = self._refused.get(worker.digest if worker is not None else "")
         if problem:
-            raise ManifestMismatch(problem, context=ErrorContext(channel=self.name, phase="plan", peers=(member_id,)))
+            raise ManifestMismatch(problem, context=ErrorContext(channel=self.name, phase="plan"))
         if plan is None:
             raise ChannelError(f"'{self.name}' has no plan {plan_id or 'yet'}", hint="join again")
-        return plan, (worker.digest if worker is not None else "", rank)
+        return plan, plan.of_receiver(worker.digest) if worker is not None else plan.of_source(rank)
+
+    def deserted_lanes(self) -> tuple[str, ...]:
+        """Lanes of the remembered plans that no living worker wants."""
+        living = {member.digest for member in self._workers.values()}
+        lanes = {lane.lane_id: lane for plan in self.plans.values() for lane in plan.lanes}
+        return tuple(lane_id for lane_id, lane in lanes.items() if not living.intersection(lane.receivers))
+
+    def forget_deserted(self, now: float) -> None:
+        """Classes whose workers have all left some time ago are not planned for any more."""
+        living = {member.digest for member in self._workers.values()}
+        self._deserted_at = {d: self._deserted_at.get(d, now) for d in self._classes if d not in living}
+        for digest, since in list(self._deserted_at.items()):
+            if now - since > KEEP_CLASS_S:
+                del self._classes[digest], self._deserted_at[digest]
 
     # --- rounds
-    def open_round(self, rank: int, incarnation: str, step: int) -> Round:
-        """The round in which this rank's next version takes part; opened if it is the first.
+    def open_round(self, wish: OpenRound, *, known_version: int) -> Round:
+        """The round in which this rank's next version takes part; opened if it is the first. All ranks have joined.
 
-        Raises PublishError when the ranks do not agree about the step: the version is dropped whole.
+        A round that the rank has gone past is dropped. `known_version` is the newest that any lane has. Raises
+        PublishError when the other ranks wait with another step: that version is dropped whole.
         """
+        rank, incarnation, step = wish.rank, wish.incarnation, wish.step
         member = self._trainers.get(rank)
         context = ErrorContext(channel=self.name, phase="publish")
         if member is None or member.report.incarnation != incarnation:
             raise PublishError(f"rank {rank} of '{self.name}' has been replaced", context=context)
-        if self.missing_ranks:
-            raise PublishError(
-                f"trainer ranks {list(self.missing_ranks)} of '{self.name}' have not joined or have left",
-                hint="start them, or start all ranks with the number that there is",
-                context=context,
-            )
-        for entry in sorted(self.rounds.values(), key=lambda r: r.version):
-            if entry.error or rank in entry.ranks or not entry.missing:
-                continue
-            if entry.step != step:
+        for entry in self.rounds.values():
+            if entry.ranks.get(rank) == (incarnation, wish.serial) and not entry.error:
+                return entry
+        waiting = [entry for entry in self.rounds.values() if entry.is_open and rank not in entry.ranks]
+        joined = next((entry for entry in waiting if entry.step == step), None)
+        for entry in waiting:
+            if joined is None or entry.version < joined.version:
                 entry.error = (
                     f"trainer rank {rank} offers step {step} for version {entry.version}, ranks "
                     f"{sorted(entry.ranks)} offered step {entry.step}"
                 )
-                raise PublishError(
-                    entry.error, hint="all ranks must publish the same steps in the same order", context=context
-                )
-            entry.ranks.add(rank)
-            return entry
-        self.highest += 1
+        if joined is None and waiting:
+            raise PublishError(
+                waiting[0].error, hint="all ranks must publish the same steps in the same order", context=context
+            )
+        if joined is None:
+            joined = self._new_round(wish, member.report.num_ranks, known_version)
+        joined.ranks[rank] = (incarnation, wish.serial)
+        return joined
+
+    def _new_round(self, wish: OpenRound, num_ranks: int, known_version: int) -> Round:
+        behind = [entry for entry in self.rounds.values() if entry.is_open]
+        if len(behind) >= NUM_REMEMBERED:
+            raise PublishError(
+                f"trainer rank {wish.rank} is {len(behind)} versions ahead of ranks {list(behind[0].missing)}",
+                hint="every rank must publish every step",
+                context=ErrorContext(channel=self.name, phase="publish"),
+            )
+        self.highest = max(self.highest, known_version) + 1
         plan_id = self.plan.plan_id if self.plan is not None else ""
-        entry = Round(self.highest, step, plan_id, member.report.num_ranks, {rank})
-        self.rounds[entry.version] = entry
-        while len(self.rounds) > NUM_REMEMBERED:
-            del self.rounds[next(iter(self.rounds))]
+        if not self._workers and wish.plan_id:
+            plan_id = wish.plan_id
+        entry = self.rounds[self.highest] = Round(self.highest, wish.step, plan_id, num_ranks)
+        over = [version for version, other in self.rounds.items() if not other.is_open]
+        for version in over[: max(0, len(self.rounds) - 2 * NUM_REMEMBERED)]:
+            del self.rounds[version]
         return entry
 
     def retired_lanes(self, entry: Round) -> set[str]:

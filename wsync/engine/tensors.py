@@ -213,6 +213,11 @@ def memory_of(local: Any) -> tuple[object, ...]:
     return local.__array_interface__["data"][0], local.strides, local.dtype
 
 
+def is_equal(one: Any, other: Any, dtype: str) -> bool:
+    """Whether two views have the same bits."""
+    return bool((bits_of(one, dtype) == bits_of(other, dtype)).all())
+
+
 def is_released(local: Any) -> bool:
     """Whether a torch tensor has elements and no storage for them, as offloading leaves it."""
     return hasattr(local, "untyped_storage") and bool(local.numel()) and not local.untyped_storage().nbytes()

@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from wsync.engine.shard_link import check_locals
 from wsync.engine.tensors import bits_of, strided_view
 from wsync.errors import ConfigError, ManifestMismatch
 from wsync.holding import Holding, Region
+from wsync.manifest import TensorSpec
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,6 +46,12 @@ class TensorDigest(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     parts: tuple[PartDigest, ...]
+
+    def __post_init__(self) -> None:
+        TensorSpec(self.name, self.dtype, self.shape)  # refuses dtypes and shapes that are none
+        for part in self.parts:
+            if not part.region.lies_in(self.shape):
+                raise ManifestMismatch(f"region {part.region} of '{self.name}' does not lie in {list(self.shape)}")
 
 
 class DigestReport(msgspec.Struct, frozen=True):
@@ -79,7 +87,7 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 Cuts = dict[str, tuple[tuple[int, ...], ...]]
-"""Per tensor and dim: ascending positions where regions begin or end."""
+"""Per tensor (tied ones are one) and dim: ascending positions where regions begin or end."""
 
 
 def common_cuts(holdings: Iterable[Holding]) -> Cuts:
@@ -88,7 +96,11 @@ def common_cuts(holdings: Iterable[Holding]) -> Cuts:
     for holding in holdings:
         for piece in holding.pieces:
             region, spec = piece.region, holding.tensors[piece.tensor]
-            dims = found.setdefault(spec.name, [set() for _ in spec.shape])
+            dims = found.setdefault(spec.alias_of or spec.name, [set() for _ in spec.shape])
+            if len(dims) != len(spec.shape):
+                raise ManifestMismatch(
+                    f"'{spec.name}' has {len(dims)} dims in one holding, {len(spec.shape)} in another"
+                )
             for dim, start, end in zip(dims, region.offset, region.end, strict=True):
                 dim |= {start, end}
     return {name: tuple(tuple(sorted(dim)) for dim in dims) for name, dims in found.items()}
@@ -99,17 +111,20 @@ def digest_report(
 ) -> DigestReport:
     """Digests of everything that a holding has or wants, read from the live locals.
 
-    An alias is reported under its own name too, so that a tie that only one side has shows. `cuts` (`common_cuts` of
-    all members) is needed where members of one side have regions that overlap in part.
+    An alias is reported under its own name too, so that a tie that only one side has shows. Tied tensors are one, no
+    matter which of their names a piece has. `cuts` (`common_cuts` of all members) is needed where members of one side
+    have regions that overlap in part. Raises as `check_locals` for locals that do not suit the holding.
     """
+    check_locals(holding, locals_)
     parts: dict[str, list[PartDigest]] = defaultdict(list)
     for piece in holding.pieces:
         spec, local = holding.tensors[piece.tensor], holding.locals[piece.place.local]
-        for region in _cut(piece.region, (cuts or {}).get(spec.name)):
+        root = spec.alias_of or spec.name
+        for region in _cut(piece.region, (cuts or {}).get(root)):
             view = strided_view(locals_[local.name], piece.part(region), region.extent)
-            parts[spec.name].append(PartDigest(region, _digest(view, spec.dtype, region, spec.shape)))
+            parts[root].append(PartDigest(region, _digest(view, spec.dtype, region, spec.shape)))
     tensors = [
-        TensorDigest(spec.name, spec.dtype, spec.shape, tuple(parts[spec.name] or parts[spec.alias_of]))
+        TensorDigest(spec.name, spec.dtype, spec.shape, tuple(parts[spec.alias_of or spec.name]))
         for spec in holding.tensors
     ]
     return DigestReport(member, version, tuple(tensors))
@@ -184,10 +199,16 @@ def _blocks(view: Any, offset: tuple[int, ...]) -> Iterator[tuple[Any, tuple[int
 def compare(trainers: Iterable[DigestReport], workers: Iterable[DigestReport]) -> list[Difference]:
     """Every tensor that differs between all trainer ranks and all workers of one replica, or is lacking on a side.
 
-    Members of one side that have the same region must have it alike. Raises ConfigError for reports of two versions,
-    and for members of one side whose regions overlap in part.
+    Members of one side that have the same region must have it alike. Raises ConfigError for a side without any tensor,
+    for reports of two versions, and for members of one side whose regions overlap in part.
     """
     ours, theirs = list(trainers), list(workers)
+    for side, reports in (("trainer", ours), ("replica", theirs)):
+        if not any(report.tensors for report in reports):
+            raise ConfigError(
+                f"the {len(reports)} reports of the {side} have no tensors: there is nothing to compare",
+                hint="give the digest reports of all its members",
+            )
     versions = {report.version for report in (*ours, *theirs) if report.version}
     if len(versions) > 1:
         raise ConfigError(f"reports of versions {sorted(versions)} cannot be compared", hint="take them of one version")
