@@ -144,9 +144,13 @@ class Replica:
         if self._link.is_broken and not self._is_closed:
             self._link.rejoin_behind()
             return None
-        self._look()
         try:
-            return self._commit(self._next_version(), 0, timeout_s=0.0, grace_s=LATEST_GRACE_S)
+            commit = self._commit(self._next_version(), 0, timeout_s=0.0, grace_s=LATEST_GRACE_S)
+            if commit is None and not self._is_torn:  # a commit looks for itself
+                self._look()
+                if self._is_torn:
+                    commit = self._commit(self._next_version(), 0, timeout_s=0.0, grace_s=LATEST_GRACE_S)
+            return commit
         except (PeerLost, StaleView, TransferTimeout):
             return None
 
@@ -158,7 +162,8 @@ class Replica:
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            self._look()
+            if self._version >= min_version:
+                self._look()
             if self._version >= min_version and not self._is_torn:
                 return Commit(self._version, self._steps.get(self._version, (0, ""))[0], 0.0, 0)
             left = max(0.0, deadline - time.monotonic())
@@ -313,8 +318,13 @@ class Replica:
             )
 
     def _current(self) -> Tensors:
-        self._look()
-        self._live = live_tensors(self._target, self._names, is_target=True, former=self._live)
+        former = self._live
+        try:
+            self._live = live_tensors(self._target, self._names, is_target=True, former=former)
+        except WsyncError:
+            self._is_torn = self._is_torn or self._version > 0
+            raise
+        self._is_torn = self._is_torn or (self._live is not former and self._version > 0)
         return self._live
 
     def _restore(self, live: Tensors, cause: BaseException, failed_version: int) -> None:
