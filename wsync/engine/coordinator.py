@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 
 from wsync.config import Config
 from wsync.engine import protocol
+from wsync.engine.changes import Changes
 from wsync.engine.channel import Channel, Order
 from wsync.engine.lanes import LanePlanner, ShardPlan, plan_lanes
 from wsync.engine.membership import HolderRecord, View
 from wsync.engine.protocol import Done, HolderHello, Message
-from wsync.engine.shards import Round, Shards, lane_channel
+from wsync.engine.shards import Shards, lane_channel
 from wsync.engine.wire import Listener, Wire
 from wsync.errors import ChannelError, ConfigError, ErrorContext, MembershipError, PeerLost, StaleView, WsyncError
 from wsync.events import Aborted, Committed, EventBus, PlanMade, Staged, ViewChanged
@@ -64,7 +65,7 @@ class Coordinator:
         self._planning = asyncio.Lock()
         self._planners: dict[str, LanePlanner] = {}
         self._sessions: dict[str, _Session] = {}
-        self._changed = asyncio.Event()
+        self._changes = Changes()
         self._incarnations: dict[str, list[str]] = {}
         """Of each holder, oldest first: one that was replaced while it was stopped must not come back."""
         self._quiet_until = 0.0
@@ -184,9 +185,7 @@ class Coordinator:
                 return await self._await_version(message)
             case protocol.GetManifest():
                 return self._manifest(message)
-            case protocol.RegisterTrainer():
-                return await self._register_trainer(session.record.holder_id, message)
-            case protocol.RegisterShard():
+            case protocol.RegisterTrainer() | protocol.RegisterShard():
                 return await self._register_trainer(session.record.holder_id, message)
             case protocol.AwaitLanes():
                 return await self._await_lanes(message)
@@ -209,7 +208,7 @@ class Coordinator:
             try:
                 reply = self._change(holder_id, message)
             except ChannelError:
-                if not await self._wait_change(deadline):
+                if not await self._changes.wait(deadline):
                     raise
             else:
                 self._reconcile()
@@ -285,7 +284,7 @@ class Coordinator:
     def _reconcile(self) -> None:
         now = asyncio.get_running_loop().time()
         if now < self._quiet_until:
-            self._wake()
+            self._changes.wake()
             return
         for channel in self._channels.values():
             before = {n: v.phase for n, v in channel.versions.items()}
@@ -298,7 +297,7 @@ class Coordinator:
                 if version.phase is VersionPhase.ABORTED and before.get(number) is not VersionPhase.ABORTED:
                     logger.warning("version %d of '%s' is aborted: %s", number, channel.name, version.error)
                     self.events.emit(Aborted(channel.name, number, version.error))
-        self._wake()
+        self._changes.wake()
 
     def _send(self, orders: list[Order]) -> None:
         for holder_id, message in orders:
@@ -306,10 +305,6 @@ class Coordinator:
             session = self._sessions.get(holder_id)
             if session is not None:
                 session.outbox.put_nowait(message)
-
-    def _wake(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
 
     def _view_changed(self) -> None:
         holders = tuple(record.holder_id for record in self.view.holders)
@@ -326,13 +321,13 @@ class Coordinator:
                 planner = self._planners.setdefault(shards.name, LanePlanner())
                 plan, refused = await asyncio.to_thread(_plan_what_fits, planner, held, classes)
                 shards.planned(key, plan, refused)
-                self._wake()
+                self._changes.wake()
 
     async def _await_lanes(self, wish: protocol.AwaitLanes) -> Message:
         shards = self._sharded(wish.channel)
         deadline = asyncio.get_running_loop().time() + wish.timeout_s
         while not shards.can_answer(wish.incarnation):
-            if not await self._wait_change(deadline):
+            if not await self._changes.wait(deadline):
                 return protocol.LanesPlanned("", (), (), shards.missing_ranks)
         await self._plan(shards)
         plan, mine = shards.lanes_of(wish.incarnation, wish.plan_id)
@@ -343,9 +338,7 @@ class Coordinator:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wish.timeout_s
         while shards.missing_ranks or loop.time() < self._quiet_until:
-            if not await self._wait_change(min(deadline, max(self._quiet_until, loop.time() + 0.2))):
-                if loop.time() < deadline:
-                    continue
+            if not await self._changes.wait(deadline):  # `_watch` wakes us when the quiet is over
                 raise MembershipError(
                     f"trainer ranks {list(shards.missing_ranks)} of '{wish.channel}' have not joined or have left",
                     hint="start them, or start all ranks anew with the number that there is",
@@ -360,27 +353,18 @@ class Coordinator:
             retire = protocol.Retire(lane_channel(wish.channel, lane_id))
             self._send([(holder_id, retire) for holder_id in self._sessions])
             self._channels.pop(retire.channel, None)
-        self._wake()
+        self._changes.wake()
         return protocol.RoundOpened(opened.version, opened.plan_id)
 
     async def _await_round(self, wish: protocol.AwaitRound) -> Message:
         shards = self._sharded(wish.channel)
         deadline = asyncio.get_running_loop().time() + wish.timeout_s
         while True:
-            entry: Round | None = shards.rounds.get(wish.version)
+            entry = shards.rounds.get(wish.version)
             if entry is None:  # it was complete, or we are new: the lanes tell
                 return protocol.RoundReport((), "", shards.deserted_lanes())
-            if entry.error or not entry.missing or not await self._wait_change(deadline):
+            if entry.error or not entry.missing or not await self._changes.wait(deadline):
                 return protocol.RoundReport(entry.missing, entry.error, shards.deserted_lanes())
-
-    async def _wait_change(self, deadline: float) -> bool:
-        """False at the deadline (loop time)."""
-        try:
-            async with asyncio.timeout_at(deadline):
-                await self._changed.wait()
-        except TimeoutError:
-            return False
-        return True
 
     async def _await_version(self, wish: protocol.AwaitVersion) -> Message:
         if wish.channel not in self._channels:
@@ -396,7 +380,7 @@ class Coordinator:
             verdict = is_reached(status, wish)
             if verdict is not None:
                 return protocol.VersionReport(status, verdict)
-            if not await self._wait_change(deadline):
+            if not await self._changes.wait(deadline):
                 return protocol.VersionReport(status, False)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import xxhash
 
+from wsync.engine.changes import Changes
 from wsync.engine.protocol import Source
 from wsync.errors import ChecksumError, ErrorContext, TransferTimeout, TransportError
 from wsync.memory import Slot
@@ -103,7 +104,7 @@ class LanePull:
         self._came_from: dict[int, str] = {}
         self._distrusted: dict[int, list[str]] = {}
         self._digests: asyncio.Future[Sequence[int]] = asyncio.get_running_loop().create_future()
-        self._changed = asyncio.Event()
+        self._changes = Changes()
         self._last_progress = time.monotonic()
         self._last_error = ""
 
@@ -116,7 +117,7 @@ class LanePull:
         for holder_id in gone:  # ends the reads that still wait for it
             task = asyncio.ensure_future(self._peers.forget(holder_id))
             task.add_done_callback(lambda t: t.cancelled() or t.exception())
-        self._wake()
+        self._changes.wake()
 
     def set_digests(self, digests: Sequence[int]) -> None:
         """What the chunks must hash to, from the origin."""
@@ -167,7 +168,7 @@ class LanePull:
     async def _fetch_chunks(self) -> None:
         while self._num_open:
             if not self._todo:
-                await self._wait_change(1.0)
+                await self._changes.wait(asyncio.get_running_loop().time() + 1.0)
                 continue
             chunk = self._todo.popleft()
             source = await self._pick(chunk)
@@ -183,7 +184,7 @@ class LanePull:
                 self._num_open -= 1
                 self._last_progress = time.monotonic()
                 if not self._num_open:
-                    self._wake()
+                    self._changes.wake()
 
     async def _fetch(self, chunk: int, source: Source) -> None:
         transport, peer = await self._peers.peer(source)
@@ -226,7 +227,8 @@ class LanePull:
                     ),
                 )
             ends = [self._cooling[s.holder_id] for s in trusted if s.holder_id in self._cooling]
-            await self._wait_change(max(0.01, min(ends, default=now + 1.0) - now))
+            wait_s = max(0.01, min(ends, default=now + 1.0) - now)
+            await self._changes.wait(asyncio.get_running_loop().time() + wait_s)
 
     def _fail(self, source: Source, error: TransportError) -> None:
         self._last_error = str(error)
@@ -237,15 +239,6 @@ class LanePull:
             cooldown_s = self._cooldown_s.get(source.holder_id, COOLDOWN_S)
             self._cooldown_s[source.holder_id] = min(2 * cooldown_s, MAX_COOLDOWN_S)
             self._cooling[source.holder_id] = time.monotonic() + cooldown_s
-
-    def _wake(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
-
-    async def _wait_change(self, timeout_s: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait()
 
 
 async def _ended(op: Op, then: Callable[[], None]) -> None:

@@ -346,7 +346,7 @@ class Holder:
             held = staging.newest(wish.min_version, wish.max_version)
             if held is not None:
                 break
-            if wish.timeout_s <= 0 or not await staging.wait_change(deadline):
+            if wish.timeout_s <= 0 or not await staging.changes.wait(deadline):
                 return protocol.VersionLeased(0, 0, 0, "", tuple(staging.whole_versions()))
         if member not in self._members:
             raise StaleView("this member has left")
@@ -445,7 +445,7 @@ class Holder:
                 held = self._channel(name).staging.find(version)
                 if held is not None:
                     held.is_flying, held.has_flown = is_flying, True
-                    self._channel(name).staging.wake()
+                    self._channel(name).staging.changes.wake()
             case protocol.Retire(name):
                 if name in self._channels:
                     self._channels[name].is_retired = True

@@ -54,7 +54,7 @@ class Origin:
         if staging.is_flying and wish.on_busy == "skip":
             return SlotReserved(0, 0)
         while staging.is_flying and wish.on_busy == "wait":
-            if not await staging.wait_change(deadline):
+            if not await staging.changes.wait(deadline):
                 raise TransferTimeout(
                     f"an earlier version of '{staging.channel}' is still on its way",
                     hint="raise timeout_s, or use on_busy='supersede'",

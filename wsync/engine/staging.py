@@ -20,6 +20,7 @@ from enum import StrEnum
 import xxhash
 
 from wsync.config import Config
+from wsync.engine.changes import Changes
 from wsync.engine.protocol import SlotReport
 from wsync.errors import ErrorContext, TransferTimeout
 from wsync.memory import Slot, check_room
@@ -93,7 +94,7 @@ class Staging:
         self._config = config
         self._transports = list(transports)
         self._lock = asyncio.Lock()
-        self._changed = asyncio.Event()
+        self.changes = Changes()
 
     def key(self, version: int) -> str:
         """Under which a version of this channel is offered and read."""
@@ -121,20 +122,6 @@ class Staging:
     def is_flying(self) -> bool:
         """A version of this host's trainer is on its way to other hosts."""
         return any(held.is_flying for held in self.slots)
-
-    def wake(self) -> None:
-        """Something changed: whoever waits looks again."""
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
-
-    async def wait_change(self, deadline: float) -> bool:
-        """False at the deadline (loop time)."""
-        try:
-            async with asyncio.timeout_at(deadline):
-                await self._changed.wait()
-        except TimeoutError:
-            return False
-        return True
 
     def check_room(self, nbytes: int, chunk_nbytes: int) -> None:
         """Raise ArenaError at once when the slots that are missing do not fit; reserving them takes seconds."""
@@ -176,7 +163,7 @@ class Staging:
                 held = self._choose(nbytes, chunk_nbytes)
                 if held is not None:
                     break
-                if not await self.wait_change(deadline):
+                if not await self.changes.wait(deadline):
                     raise self._nothing_free(version, timeout_s)
             await self._vacate(held)
             held.phase, held.version = phase, version
@@ -249,7 +236,7 @@ class Staging:
         """Every chunk is there and has its digest: members may lease it."""
         held.slot.seal()
         held.phase = SlotPhase.WHOLE
-        self.wake()
+        self.changes.wake()
 
     async def discard(self, held: HeldSlot, version: int) -> None:
         """Drop the version if it is still in the slot and nobody installs it."""
@@ -257,13 +244,13 @@ class Staging:
             return
         held.is_flying = False
         if held.lessees or not held.is_filled:
-            self.wake()
+            self.changes.wake()
             return
         try:
             await self._vacate(held)
         except TransferTimeout as exc:
             logger.warning("version %d of '%s': %s", held.version, self.channel, exc)
-        self.wake()
+        self.changes.wake()
 
     def has_room_to_adopt(self, version: int) -> bool:
         """Whether a whole slot of that version would be welcome; a free one gives way to it."""
@@ -281,7 +268,7 @@ class Staging:
         held.has_flown = True
         self.slots.append(held)
         self._offer(held)
-        self.wake()
+        self.changes.wake()
         return held
 
     def lease(self, held: HeldSlot, member_id: str) -> None:
@@ -290,7 +277,7 @@ class Staging:
     def release(self, held: HeldSlot, member_id: str) -> None:
         if member_id in held.lessees:
             held.lessees.remove(member_id)
-        self.wake()
+        self.changes.wake()
 
     async def drop_all(self) -> None:
         """Free every slot that nobody uses."""
