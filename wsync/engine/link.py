@@ -15,7 +15,10 @@ import select
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from types import TracebackType
+from typing import Self
 
 import msgspec
 
@@ -34,6 +37,21 @@ GRACE_S = 5.0
 MAX_REFUSED = 3
 _RECV_NBYTES = 1 << 18
 _ANCILLARY_NBYTES = socket.CMSG_SPACE(protocol.MAX_DESCRIPTORS * array.array("i").itemsize)
+
+
+class Closing(ABC):
+    """A member that leaves at the end of a `with` block."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 class HolderAddress(msgspec.Struct, frozen=True):

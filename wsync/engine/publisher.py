@@ -10,12 +10,11 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from wsync.config import Config
 from wsync.engine import protocol
-from wsync.engine.link import Link, Pinned
+from wsync.engine.link import Closing, Link, Pinned
 from wsync.engine.protocol import Message, OnBusy, WaitPhase
 from wsync.engine.session import checked_channel, default_member_id, find_holder
 from wsync.engine.tensors import Tensors, live_tensors
@@ -35,7 +34,7 @@ from wsync.memory import Slot
 from wsync.status import ReplicaPhase, VersionPhase, VersionStatus
 
 
-class Publisher:
+class Publisher(Closing):
     """Publishes the versions of one channel. One publisher per channel at a time.
 
     `source` is an `nn.Module`, a state dict, or any mapping of names to torch tensors or numpy arrays; it is read anew
@@ -215,14 +214,6 @@ class Publisher:
         with self._lock:
             self._is_closed = True
             self._link.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class Publication:

@@ -10,14 +10,13 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
 from wsync.config import Config
 from wsync.engine import protocol
-from wsync.engine.link import GRACE_S, Link, Pinned
+from wsync.engine.link import GRACE_S, Closing, Link, Pinned
 from wsync.engine.protocol import Message
 from wsync.engine.session import checked_channel, default_member_id, find_holder
 from wsync.engine.tensors import Tensors, live_tensors
@@ -48,7 +47,7 @@ class Commit(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-class Replica:
+class Replica(Closing):
     """Follows one channel with the live tensors of `target`.
 
     `target` is an `nn.Module`, a state dict or a mapping of names to torch tensors or numpy arrays. Without `names` it
@@ -400,11 +399,3 @@ class Replica:
                 self._hook.remove()
                 self._hook = None
             self._link.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

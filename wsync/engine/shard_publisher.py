@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from wsync.config import Config
 from wsync.engine import protocol
+from wsync.engine.link import Closing
 from wsync.engine.publisher import Publisher
 from wsync.engine.session import checked_channel, default_member_id
 from wsync.engine.shard_link import Locals, ShardLink
@@ -44,7 +44,7 @@ def check_casts(holding: Holding) -> None:
             )
 
 
-class ShardPublisher:
+class ShardPublisher(Closing):
     """Rank `rank` of the `num_ranks` that together publish a channel.
 
     `holding` says what this rank has of which tensors, `locals_` has the live memory of it: `read_state` of
@@ -138,14 +138,6 @@ class ShardPublisher:
         for publisher in self._publishers.values():
             publisher.close()
         self._link.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class ShardPublication:

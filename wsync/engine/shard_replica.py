@@ -9,12 +9,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from wsync.config import Config
 from wsync.engine import protocol
-from wsync.engine.link import GRACE_S, Pinned
+from wsync.engine.link import GRACE_S, Closing, Pinned
 from wsync.engine.overlap import check_wanted
 from wsync.engine.replica import LATEST_GRACE_S, Commit, Replica
 from wsync.engine.session import checked_channel, default_member_id
@@ -43,7 +42,7 @@ _SLICE_S = 0.5
 _Lease = tuple[Pinned, protocol.VersionLeased]
 
 
-class ShardReplica:
+class ShardReplica(Closing):
     """One worker (one tensor-, pipeline- or expert-parallel rank) of an engine.
 
     `holding` says what it wants and where that goes, `locals_` has the live memory: every element of a local is
@@ -305,14 +304,6 @@ class ShardReplica:
             for lane in self._lanes.values():
                 lane.close()
             self._link.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _peek(lane: Replica, min_version: int) -> bool:
