@@ -18,7 +18,7 @@ from wsync.engine.lanes import Locator, ShardLane
 from wsync.engine.link import GRACE_S, Link
 from wsync.engine.protocol import Message
 from wsync.engine.session import find_holder
-from wsync.engine.tensors import copy_into, is_equal, is_released, memory_of, strided_view
+from wsync.engine.tensors import copy_into, dtype_name, is_equal, is_released, memory_of, strided_view
 from wsync.errors import ConfigError, ErrorContext, ManifestMismatch, MembershipError, PeerLost
 from wsync.holding import Holding
 
@@ -170,7 +170,7 @@ def check_locals(holding: Holding, locals_: Mapping[str, Any]) -> None:
         local = locals_.get(spec.name)
         if local is None:
             raise ConfigError(f"local '{spec.name}' of the holding is not among the tensors that were given")
-        dtype = str(local.dtype).removeprefix("torch.")
+        dtype = dtype_name(local.dtype)
         if tuple(local.shape) != spec.shape or dtype != spec.dtype:
             raise ManifestMismatch(
                 f"local '{spec.name}' is {dtype} {list(local.shape)}, its holding says {spec.dtype} {list(spec.shape)}",

@@ -176,6 +176,11 @@ class Tensors(ABC):
         return self._moves[1]
 
 
+def dtype_name(dtype: object) -> str:
+    """The name of a torch or numpy dtype, as in a `TensorSpec`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def strided_view(local: Any, place: Place, extent: tuple[int, ...]) -> Any:
     """The region of `extent` at `place` as a view of a live local, a torch tensor or numpy array."""
     torch = sys.modules.get("torch")

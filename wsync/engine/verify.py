@@ -11,6 +11,7 @@ Digests are taken of the bits on the wire: a trainer's local of another dtype is
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from wsync.engine.tensors import bits_of, strided_view
 from wsync.errors import ConfigError, ManifestMismatch
 from wsync.holding import Holding, Region
 from wsync.manifest import TensorSpec
+from wsync.sharding import row_strides
 
 if TYPE_CHECKING:
     import numpy as np
@@ -123,7 +125,7 @@ def digest_report(
         root = spec.alias_of or spec.name
         for region in _cut(piece.region, (cuts or {}).get(root)):
             view = strided_view(locals_[local.name], piece.part(region), region.extent)
-            parts[root].append(PartDigest(region, _digest(view, spec.dtype, region, spec.shape)))
+            parts[root].append(PartDigest(region, _digest(view, spec.dtype, region.offset, spec.shape)))
     tensors = [
         TensorDigest(spec.name, spec.dtype, spec.shape, tuple(parts[spec.alias_of or spec.name]), spec.alias_of)
         for spec in holding.tensors
@@ -143,17 +145,14 @@ def _cut(region: Region, cuts: tuple[tuple[int, ...], ...] | None) -> Iterator[R
         yield Region(tuple(start for start, _ in box), tuple(end - start for start, end in box))
 
 
-def _digest(view: Any, dtype: str, region: Region, shape: Sequence[int]) -> int:
+def _digest(view: Any, dtype: str, offset: tuple[int, ...], shape: Sequence[int]) -> int:
     import numpy as np
 
-    strides = [1] * len(shape)
-    for dim in range(len(shape) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * shape[dim + 1]
     total = 0
-    for block, offset in _blocks(view, region.offset):
+    for block, at in _blocks(view, offset):
         words = bits_of(block, dtype)  # unsigned, (elements, words of an element)
         index = np.zeros((1,) * len(shape), np.uint64)
-        for dim, (start, extent, stride) in enumerate(zip(offset, block.shape, strides, strict=True)):
+        for dim, (start, extent, stride) in enumerate(zip(at, block.shape, row_strides(shape), strict=True)):
             along = (np.arange(start, start + extent, dtype=np.uint64) * np.uint64(stride)).reshape(
                 [-1 if d == dim else 1 for d in range(len(shape))]
             )
@@ -182,9 +181,7 @@ def _mixed(words: Words, salt: Words) -> Words:
 
 def _blocks(view: Any, offset: tuple[int, ...]) -> Iterator[tuple[Any, tuple[int, ...]]]:
     """The view in pieces of bounded size along its first dims, each with its offset."""
-    numel = 1
-    for extent in view.shape:
-        numel *= extent
+    numel = math.prod(view.shape)
     if numel == 0:
         return
     if numel <= _BLOCK_NUMEL or not offset:

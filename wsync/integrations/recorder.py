@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from wsync.engine.tensors import dtype_name, strided_view
 from wsync.errors import ManifestMismatch
 from wsync.holding import Holding, HoldingBuilder, Place, Region
 from wsync.integrations.pinned import Pinned
@@ -153,7 +154,8 @@ class Recording:
                 if _module(block) in touched:
                     value = box.origin.value
                     value = _part(value, box.region) if isinstance(value, torch.Tensor) else value
-                    _write(_view(self._local(block), box.region, box), value)
+                    place = Place(0, box.start, box.dims, box.steps)
+                    _write(strided_view(self._local(block), place, box.region.extent), value)
             if has_fallback:
                 self.load_fallback(self.buffers)
             if self.engine.finalize:
@@ -183,14 +185,15 @@ class Recording:
                 raise ManifestMismatch(f"'{spec.name}' is missing for '{local}'", hint="give all parts of a local")
         for spec in specs:
             found = tensors.get(spec.name)
-            if found is not None and (tuple(found.shape), _dtype(found)) != (spec.shape, spec.dtype):
+            if found is not None and (tuple(found.shape), dtype_name(found.dtype)) != (spec.shape, spec.dtype):
                 raise ManifestMismatch(
-                    f"'{spec.name}' is {list(found.shape)} {_dtype(found)}, recorded as {list(spec.shape)} {spec.dtype}"
+                    f"'{spec.name}' is {list(found.shape)} {dtype_name(found.dtype)}, recorded as {list(spec.shape)} "
+                    f"{spec.dtype}"
                 )
         is_all = len(given) == len(self.holding.pieces)
         with self.installing(None if is_all else touched) as live:
             for piece in given:
-                target = _view(live[names[piece.place.local]], piece.region, piece.place)
+                target = strided_view(live[names[piece.place.local]], piece.place, piece.region.extent)
                 _write(target, _part(tensors[specs[piece.tensor].name], piece.region))
 
     def report(self) -> str:
@@ -342,17 +345,6 @@ def _module(name: str) -> str:
 def _kind(name: str) -> str:
     """A name without its numbers."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _view(local: torch.Tensor, region: Region, place: Box | Place) -> torch.Tensor:
-    """Where a region lies in a local."""
-    at = local.storage_offset() + sum(i * stride for i, stride in zip(place.start, local.stride(), strict=True))
-    strides = [step * local.stride(dim) for dim, step in zip(place.dims, place.steps, strict=True)]
-    return local.as_strided(region.extent, strides, at)
 
 
 def _part(tensor: torch.Tensor, region: Region) -> torch.Tensor:

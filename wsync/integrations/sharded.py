@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from wsync.engine.tensors import select
+from wsync.engine.tensors import dtype_name, select
 from wsync.errors import ConfigError, ManifestMismatch
 from wsync.holding import Holding, HoldingBuilder, Region
 from wsync.integrations.names import plain_name, plain_names
+from wsync.integrations.torch import check_bytes
 from wsync.layouts import Block, Patch, flattened
 from wsync.sharding import (
     Cut,
@@ -137,7 +138,7 @@ class _Collected:
             return
         for number, (local, block) in enumerate(part.blocks):
             local_name = name if len(part.blocks) == 1 else f"{name}@{number}"
-            block.add(self.builder, local_name, _dtype_name(local.dtype), dtype)
+            block.add(self.builder, local_name, dtype_name(local.dtype), dtype)
             self.locals[local_name] = local
 
 
@@ -358,15 +359,7 @@ def _block(name: str, shape: tuple[int, ...], local: tuple[int, ...], held: tupl
 def _checked(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, without autograd, if it has bytes that can be copied."""
     tensor = tensor.detach()
-    if tensor.device.type == "meta":
-        raise ManifestMismatch(f"'{name}' is on the meta device and has no bytes", hint="materialize it first")
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise ManifestMismatch(f"'{name}' is sparse or quantized ({tensor.layout})", hint="publish its parts by name")
-    reach = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    if tensor.numel() and (tensor.storage_offset() + reach) * tensor.element_size() > tensor.untyped_storage().nbytes():
-        raise ManifestMismatch(
-            f"the storage of '{name}' has been freed", hint="offloaded weights must be back while they are published"
-        )
+    check_bytes(name, tensor)
     return tensor
 
 
@@ -380,12 +373,8 @@ def _check_shape(name: str, local: torch.Tensor, shape: tuple[int, ...]) -> None
 
 def _wire_dtype(name: str, own: torch.dtype, wanted: str | None) -> str:
     if wanted is None:
-        return _dtype_name(own)
+        return dtype_name(own)
     dtype = getattr(torch, wanted, None)
     if not isinstance(dtype, torch.dtype) or not torch.can_cast(own, dtype):
-        raise ConfigError(f"'{name}' is {_dtype_name(own)} and cannot travel as '{wanted}'")
+        raise ConfigError(f"'{name}' is {dtype_name(own)} and cannot travel as '{wanted}'")
     return wanted
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

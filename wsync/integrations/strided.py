@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from wsync.holding import Region
+from wsync.sharding import row_strides
 
 MAX_BOXES = 4096
 """Of one memory. A loader that scatters more finely than this is better run than replayed."""
@@ -30,7 +31,7 @@ class Layout:
 
     @classmethod
     def contiguous(cls, shape: Sequence[int]) -> Layout:
-        return cls(tuple(shape), tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape))))
+        return cls(tuple(shape), row_strides(shape))
 
     @property
     def order(self) -> list[int]:

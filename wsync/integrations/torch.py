@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import xxhash
 
-from wsync.engine.tensors import Extent, Memory, Tensors, check_separate, select
+from wsync.engine.tensors import Extent, Memory, Tensors, check_separate, dtype_name, select
 from wsync.errors import ManifestMismatch
 from wsync.manifest import Manifest, TensorSpec
 
@@ -45,7 +45,7 @@ class TorchTensors(Tensors):
             _check(name, tensor, is_target=is_target)
             tensor = tensor.detach()
             self._tensors.append(tensor)
-            dtype, shape = _dtype_name(tensor), tuple(tensor.shape)
+            dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
             identity = (tensor.data_ptr(), tensor.device, shape, tensor.stride(), dtype) if tensor.numel() else (name,)
             first = seen.setdefault(identity, name)
             wire_dtype = wire_dtypes.get(name, dtype)
@@ -54,7 +54,7 @@ class TorchTensors(Tensors):
         if is_target:
             check_separate([extent for extent in map(_extent, specs, self._tensors) if extent is not None])
         self.raw = [
-            _raw_bytes(tensor) if tensor.numel() and spec.dtype == _dtype_name(tensor) else None
+            _raw_bytes(tensor) if tensor.numel() and spec.dtype == dtype_name(tensor.dtype) else None
             for tensor, spec in zip(self._tensors, specs, strict=True)
         ]
         self._identities = _identities(self._sources)
@@ -86,10 +86,6 @@ class TorchTensors(Tensors):
 
     def digests(self) -> list[int]:
         return [_digest(tensor) for tensor in self._tensors]
-
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _identities(tensors: list[torch.Tensor]) -> tuple[list[Any], ...]:
@@ -138,12 +134,17 @@ def _check(name: str, tensor: object, *, is_target: bool) -> None:
             f"'{name}' is only a shard of a tensor (DTensor, FSDP or ZeRO-3)",
             hint="publish it from every rank with wsync.ShardPublisher and integrations.sharded.read_state",
         )
+    check_bytes(name, tensor)
+    if is_target and tensor.numel() > 1 and torch._debug_has_internal_overlap(tensor) == 1:
+        raise ManifestMismatch(f"'{name}' is expanded: several of its elements share memory", hint="clone it")
+
+
+def check_bytes(name: str, tensor: torch.Tensor) -> None:
+    """Raise ManifestMismatch unless the tensor has bytes that can be copied."""
     if tensor.device.type == "meta":
         raise ManifestMismatch(f"'{name}' is on the meta device and has no bytes", hint="materialize it first")
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise ManifestMismatch(f"'{name}' is sparse or quantized ({tensor.layout})", hint="publish its parts by name")
-    if is_target and tensor.numel() > 1 and torch._debug_has_internal_overlap(tensor) == 1:
-        raise ManifestMismatch(f"'{name}' is expanded: several of its elements share memory", hint="clone it")
     reach = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     if tensor.numel() and (tensor.storage_offset() + reach) * tensor.element_size() > tensor.untyped_storage().nbytes():
         raise ManifestMismatch(
@@ -162,4 +163,4 @@ def packed_bytes(tensor: torch.Tensor, dtype: str) -> Bytes:
 
 
 def _digest(tensor: torch.Tensor) -> int:
-    return int(xxhash.xxh3_64_intdigest(packed_bytes(tensor, _dtype_name(tensor)).data))
+    return int(xxhash.xxh3_64_intdigest(packed_bytes(tensor, dtype_name(tensor.dtype)).data))

@@ -15,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from wsync.engine.tensors import dtype_name
 from wsync.integrations.pinned import Pinned
 from wsync.integrations.strided import Axis, Copy, Layout, Memory
 from wsync.integrations.traced import (
@@ -120,7 +121,7 @@ class Trace:
         if not list(tensors_in(outs)):
             raise ValuesNeeded(sources, f"the loader looks at values ({name})")
         device = torch.device(kwargs.get("device") or read[0].device)
-        made = each(outs, lambda out: Traced(out, Memory(_layout(out), _dtype(out)), device))
+        made = each(outs, lambda out: Traced(out, Memory(_layout(out), dtype_name(out.dtype)), device))
         move = MOVES.get(name) if kwargs.keys() <= PLAIN_OPTIONS else None
         parts = move(made, *args) if move else None
         if parts is None:
@@ -157,20 +158,25 @@ class Trace:
         if isinstance(origin, torch.Tensor) and origin.numel() == 1 and not self._is_traced(origin):
             origin = origin.item()
         if not isinstance(origin, torch.Tensor):
-            source = Memory(Layout.contiguous(target.shape), _dtype(target), is_origin=True, value=origin)
+            source = Memory(Layout.contiguous(target.shape), dtype_name(target.dtype), is_origin=True, value=origin)
             view, offset = torch.empty(target.shape, dtype=target.dtype, device="meta"), 0
         elif self._is_traced(origin):
             source, view, offset = self._place(origin)
         else:
             view, offset = origin.detach().to(target.dtype).clone(memory_format=torch.contiguous_format), 0
-            source = Memory(Layout.contiguous(view.shape), _dtype(view), is_origin=True, value=view)
+            source = Memory(Layout.contiguous(view.shape), dtype_name(view.dtype), is_origin=True, value=view)
         _, target_view, target_offset = self._place(target)
         if memory.is_origin:
             why = "it is changed in place before it is loaded"
-        elif _dtype(target) != memory.dtype or _dtype(view) != source.dtype or view.is_conj() or view.is_neg():
+        elif (
+            dtype_name(target.dtype) != memory.dtype
+            or dtype_name(view.dtype) != source.dtype
+            or view.is_conj()
+            or view.is_neg()
+        ):
             why = "it is copied through a view of another dtype"
         elif view.dtype != target.dtype:
-            why = f"it is cast from {_dtype(view)} to {_dtype(target)}"
+            why = f"it is cast from {dtype_name(view.dtype)} to {dtype_name(target.dtype)}"
         else:
             strides = view.expand(target.shape).stride()
             axes = tuple(map(Axis, target_view.shape, strides, target_view.stride()))
@@ -211,7 +217,7 @@ class Trace:
             size = base.untyped_storage().nbytes() // base.element_size()
             if not _layout(base).is_dense or base.numel() != size or base.dtype != tensor.dtype:
                 base = tensor.as_strided((size,), (1,), 0)
-            memory = Memory(_layout(base), _dtype(base))
+            memory = Memory(_layout(base), dtype_name(base.dtype))
             background = Memory(memory.layout, memory.dtype, is_origin=True, value=base)
             self._blocks.setdefault(_storage(base), []).append((0, base.nbytes, memory, base))
             axes = zip(memory.layout.shape, memory.layout.strides, strict=True)
@@ -225,7 +231,7 @@ class Trace:
         first = int(tensor.storage_offset()) * size
         reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         for begin, end, memory, whole in self._found(tensor):
-            if begin == first and (layout, _dtype(tensor)) == (memory.layout, memory.dtype):
+            if begin == first and (layout, dtype_name(tensor.dtype)) == (memory.layout, memory.dtype):
                 memory.names = (*memory.names, name)
             elif first + reach * size > end or whole.element_size() != size:
                 memory.refuse(f"it shares a part of its memory with '{name}'")
@@ -234,7 +240,7 @@ class Trace:
                 blocks.append((begin, max(end, first + reach * size), memory, whole))
             self.names[name] = memory
             return
-        memory = Memory(layout, _dtype(tensor), (name,))
+        memory = Memory(layout, dtype_name(tensor.dtype), (name,))
         self.names[name] = memory
         if tensor.numel():
             self.live.append(memory)
@@ -280,10 +286,6 @@ class _Rebinding(TorchFunctionMode):
 def _layout(tensor: torch.Tensor) -> Layout:
     """A tensor of no dims has one of one element, so that a place in it has an index."""
     return Layout(tuple(tensor.shape), tensor.stride()) if tensor.dim() else Layout((1,), (1,))
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _storage(tensor: torch.Tensor) -> int:
