@@ -21,6 +21,7 @@ from wsync.engine.session import find_holder
 from wsync.engine.tensors import copy_into, dtype_name, is_equal, is_released, memory_of, strided_view
 from wsync.errors import ConfigError, ErrorContext, ManifestMismatch, MembershipError, PeerLost
 from wsync.holding import Holding
+from wsync.manifest import TensorSpec
 
 
 class ShardLink:
@@ -29,7 +30,7 @@ class ShardLink:
     def __init__(
         self, channel: str, member_id: str, config: Config, holding: Holding, *, rank: int, num_ranks: int
     ) -> None:
-        self.channel, self.member_id, self.config = channel, member_id, config
+        self.channel, self.member_id = channel, member_id
         self.highest = 0
         self.incarnation = secrets.token_hex(8)
         self._holding, self._rank, self._num_ranks = holding, rank, num_ranks
@@ -86,24 +87,8 @@ class ShardLink:
         self._link.close()
 
 
-def lane_views(
-    locator: Locator, holding: Holding, locals_: Mapping[str, Any], lane: ShardLane
-) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
-    """The lane's fragments as views of the locals, by their names in the lane's manifest.
-
-    Also the pairs (further view, first view) of fragments that lie in the member's memory more than once.
-    """
-    found: dict[str, Any] = {}
-    copies: list[tuple[Any, Any]] = []
-    for spec, (places, extent) in zip(lane.manifest.tensors, locator.views(lane), strict=True):
-        first, *others = (strided_view(locals_[holding.locals[place.local].name], place, extent) for place in places)
-        found[spec.name] = first
-        copies += [(other, first) for other in others]
-    return found, copies
-
-
-LaneViews = tuple[ShardLane, dict[str, Any], list[tuple[Any, Any]]]
-"""A lane, its fragments by their names in its manifest, and the pairs (further place, first place)."""
+LaneViews = tuple[ShardLane, dict[str, Any], list[tuple[TensorSpec, Any]]]
+"""A lane, its fragments by their names in its manifest, and the further places of those that lie there repeatedly."""
 
 
 class Locals:
@@ -113,35 +98,39 @@ class Locals:
         self._holding, self._source = holding, source
         self._locator = Locator(holding)
         self._lanes: dict[str, LaneViews] = {}
-        self._tensors = self._read()
-        self._memory = list(map(memory_of, self._tensors.values()))
-
-    def _read(self) -> dict[str, Any]:
-        given = self._source() if callable(self._source) else self._source
-        check_locals(self._holding, given)
-        return {spec.name: given[spec.name] for spec in self._holding.locals}
+        self._tensors: list[Any] = []
+        """In the order of the holding's locals."""
+        self._memory: list[tuple[object, ...]] | None = None
+        self.refresh()
 
     def refresh(self) -> bool:
         """Whether the memory is where it was. If not, all views are made anew, in the same dicts. Raises as the
         constructor for locals that do not suit the holding any more.
         """
-        tensors = self._read()
-        memory = list(map(memory_of, tensors.values()))
+        given = self._source() if callable(self._source) else self._source
+        tensors = [given.get(spec.name) for spec in self._holding.locals]
+        memory = list(map(memory_of, tensors))
         if memory == self._memory:
             return True
+        check_locals(self._holding, given)
         self._tensors, self._memory = tensors, memory
-        for lane, fragments, copies in self._lanes.values():
-            found, copies[:] = lane_views(self._locator, self._holding, tensors, lane)
+        for lane, fragments, further in self._lanes.values():
+            _, found, further[:] = self._views(lane)
             fragments.update(found)
         return False
 
+    def _views(self, lane: ShardLane) -> LaneViews:
+        found: dict[str, Any] = {}
+        further: list[tuple[TensorSpec, Any]] = []
+        for spec, (places, extent) in zip(lane.manifest.tensors, self._locator.views(lane), strict=True):
+            first, *others = (strided_view(self._tensors[place.local], place, extent) for place in places)
+            found[spec.name] = first
+            further += [(spec, other) for other in others]
+        return lane, found, further
+
     def views(self, lanes: Iterable[ShardLane]) -> dict[str, LaneViews]:
         """By lane id: the fragments as live views. Those that are followed already are the same dicts."""
-        return {
-            lane.lane_id: self._lanes.get(lane.lane_id)
-            or (lane, *lane_views(self._locator, self._holding, self._tensors, lane))
-            for lane in lanes
-        }
+        return {lane.lane_id: self._lanes.get(lane.lane_id) or self._views(lane) for lane in lanes}
 
     def follow(self, views: Mapping[str, LaneViews]) -> None:
         """From now on keep these views up to date, and no others."""
@@ -151,17 +140,16 @@ class Locals:
         """Names of fragments that lie in this member's memory more than once, and are not the same everywhere."""
         return [
             spec.name
-            for lane, fragments, copies in self._lanes.values()
-            for spec in lane.manifest.tensors
-            for further, first in copies
-            if first is fragments[spec.name] and not is_equal(further, first, spec.dtype)
+            for _, fragments, further in self._lanes.values()
+            for spec, view in further
+            if not is_equal(view, fragments[spec.name], spec.dtype)
         ]
 
     def spread(self) -> None:
         """Copy fragments that lie in this member's memory more than once from their first place to the others."""
-        for _, _, copies in self._lanes.values():
-            for further, first in copies:
-                copy_into(further, first)
+        for _, fragments, further in self._lanes.values():
+            for spec, view in further:
+                copy_into(view, fragments[spec.name])
 
 
 def check_locals(holding: Holding, locals_: Mapping[str, Any]) -> None:

@@ -186,7 +186,7 @@ class ShardReplica(Closing):
         for lane in left:
             lane.close()
 
-    def _commit(self, min_version: int, deadline: float, *, grace_s: float = 5.0) -> Commit | None:
+    def _commit(self, min_version: int, deadline: float, *, grace_s: float = GRACE_S) -> Commit | None:
         leases = self._lease_all(min_version, deadline, grace_s)
         if leases is None:
             return None
@@ -281,9 +281,7 @@ class ShardReplica(Closing):
         return not any(lane._is_torn for lane in self._lanes.values())
 
     def _not_there(self, min_version: int, timeout_s: float) -> TransferTimeout:
-        lacking = [
-            lane_id for lane_id, lane in self._lanes.items() if (held := _peek(lane, min_version)) is None or not held
-        ]
+        lacking = [lane_id for lane_id, lane in self._lanes.items() if not _has(lane, min_version)]
         return TransferTimeout(
             f"version {min_version} of '{self.channel}' is not staged on this host (running {self._version}); lanes "
             f"that lack it: {', '.join(lacking) or 'none: no two lanes have the same version'}",
@@ -306,7 +304,7 @@ class ShardReplica(Closing):
             self._link.close()
 
 
-def _peek(lane: Replica, min_version: int) -> bool:
+def _has(lane: Replica, min_version: int) -> bool:
     """Whether the lane has that version or a newer one on this host."""
     try:
         held = lane._lease(min_version, 0, timeout_s=0.0)

@@ -212,10 +212,12 @@ def bits_of(view: Any, dtype: str) -> Any:
 
 
 def memory_of(local: Any) -> tuple[object, ...]:
-    """Changes when a torch or numpy local comes to lie elsewhere, or otherwise; 0 is no memory (released)."""
+    """Changes when a torch or numpy local comes to lie elsewhere, or otherwise; empty for what is neither."""
     if hasattr(local, "data_ptr"):
-        return local.data_ptr(), local.stride(), local.dtype
-    return local.__array_interface__["data"][0], local.strides, local.dtype
+        return local.data_ptr(), local.stride(), local.dtype, local.shape
+    if hasattr(local, "__array_interface__"):
+        return local.__array_interface__["data"][0], local.strides, local.dtype, local.shape
+    return ()
 
 
 def is_equal(one: Any, other: Any, dtype: str) -> bool:
