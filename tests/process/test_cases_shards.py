@@ -135,7 +135,8 @@ def view_as(child: Child, dtype: str) -> None:
         tensor.data = tensor.data.view(getattr(torch, dtype))
 
 
-def test_case_A21_a_slot_of_another_dtype_is_refused_before_a_byte_moves(job: Job) -> None:
+def with_converted_slot(job: Job) -> tuple[Member, Member]:
+    """A trainer with two versions, and its worker, whose slot has been converted after the first."""
     pytest.importorskip("torch")
     parts = whole(FP8[:1])
     trainer, worker = job.member(has_torch=True), job.member(has_torch=True)
@@ -144,6 +145,12 @@ def test_case_A21_a_slot_of_another_dtype_is_refused_before_a_byte_moves(job: Jo
     assert worker.wait_version(trainer.run(publish, 1)) == 1
     worker.run(view_as, "float8_e4m3fnuz")
     trainer.run(publish, 2)
+    return trainer, worker
+
+
+def test_case_A21_a_slot_of_another_dtype_is_refused_before_a_byte_moves(job: Job) -> None:
+    _, worker = with_converted_slot(job)
+    parts = whole(FP8[:1])
     with pytest.raises(ManifestMismatch, match=r"'w\.weight' is float8_e4m3fnuz .*says float8_e4m3fn "):
         worker.wait_version(2, 10.0)
     assert worker.digest() == expected(parts, 1)
@@ -154,14 +161,7 @@ def test_case_A21_a_slot_of_another_dtype_is_refused_before_a_byte_moves(job: Jo
 
 
 def test_case_A21_a_commit_that_was_refused_does_not_stop_the_trainer(job: Job) -> None:
-    pytest.importorskip("torch")
-    parts = whole(FP8[:1])
-    trainer, worker = job.member(has_torch=True), job.member(has_torch=True)
-    trainer.run(open_rank, parts, 0, 1, "torch")
-    worker.run(open_worker, parts, "torch")
-    assert worker.wait_version(trainer.run(publish, 1)) == 1
-    worker.run(view_as, "float8_e4m3fnuz")
-    trainer.run(publish, 2)
+    trainer, worker = with_converted_slot(job)
     with pytest.raises(ManifestMismatch):
         worker.wait_version(2, 10.0)
     worker.run(view_as, "float8_e4m3fn")
