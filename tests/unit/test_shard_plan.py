@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from benchmarks._big_model import Size, tensors_of, trainer, worker
-from wsync.engine.lanes import Bundle, Fragment, LanePlanner, ShardLane, ShardPlan, plan_lanes, prove, views
+from wsync.engine.lanes import Bundle, Fragment, LanePlanner, Locator, ShardLane, ShardPlan, plan_lanes, prove
 from wsync.engine.overlap import check_wanted
 from wsync.errors import ManifestMismatch, PlanError
 from wsync.holding import Holding, HoldingBuilder, Place, Region
@@ -157,7 +157,7 @@ def test_case_A03_ties_on_which_the_sides_agree_move_once() -> None:
         plan = plan_lanes({0: held}, by_digest(wanted))
         assert plan.nbytes == 8 * 4 * 4
         (lane,) = plan.lanes
-        (view,) = views(wanted, lane)
+        (view,) = Locator(wanted).views(lane)
         assert len(view[0]) == places
 
 
@@ -321,12 +321,12 @@ def test_views_give_every_place_of_a_fragment() -> None:
     builder.piece("w", Region.whole((2, 3)), "there", (0, 0), (1, 0))
     receiver = builder.build()
     (lane,) = plan_lanes({0: source}, by_digest(receiver)).lanes
-    assert views(source, lane) == [((Place(0, (2, 0), (0, 1), (1, 1)),), (2, 3))]
-    assert views(receiver, lane) == [
+    assert Locator(source).views(lane) == [((Place(0, (2, 0), (0, 1), (1, 1)),), (2, 3))]
+    assert Locator(receiver).views(lane) == [
         ((Place(0, (0, 0), (0, 1), (1, 1)), Place(1, (0, 0), (1, 0), (1, 1))), (2, 3)),
     ]  # fmt: skip
     with pytest.raises(PlanError, match=r"'w'\[0:2,0:3\] of lane .* is in no piece here"):
-        views(rows([("other", (2, 3))]), lane)
+        Locator(rows([("other", (2, 3))])).views(lane)
 
 
 def test_thousands_of_pieces_of_one_tensor() -> None:
@@ -345,7 +345,7 @@ def test_thousands_of_pieces_of_one_tensor() -> None:
         begin = time.process_time()
         for held, wanted in ((rows([("w", shape)]), permuted), (permuted, rows([("w", shape)])), (permuted, permuted)):
             (lane,) = plan_lanes({0: held}, by_digest(wanted)).lanes
-            assert len(views(held, lane)) == len(views(wanted, lane)) == count
+            assert len(Locator(held).views(lane)) == len(Locator(wanted).views(lane)) == count
         check_wanted(permuted)
         assert time.process_time() - begin < 5
 

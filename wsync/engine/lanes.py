@@ -367,11 +367,6 @@ class Locator:
         return [piece for piece in pieces if piece.region.contains(region)]
 
 
-def views(holding: Holding, lane: ShardLane) -> list[tuple[tuple[Place, ...], tuple[int, ...]]]:
-    """`Locator.views` for a single lane."""
-    return Locator(holding).views(lane)
-
-
 def _grouped(pairs: Iterable[tuple[Key, ShardLane]]) -> dict[Key, tuple[ShardLane, ...]]:
     found: dict[Key, list[ShardLane]] = {}
     for key, lane in pairs:
