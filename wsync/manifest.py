@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
+from collections.abc import Sequence
 
 import msgspec
 import xxhash
 
-from wsync.errors import ErrorContext, ManifestMismatch
+from wsync.errors import ConfigError, ErrorContext, ManifestMismatch
 
 ITEMSIZE = {
     "bool": 1, "uint8": 1, "int8": 1,
@@ -32,7 +34,10 @@ MAX_NBYTES = 1 << 46
 
 
 class TensorSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One named tensor. `alias_of` names the earlier tensor that has the very same storage."""
+    """One named tensor. `alias_of` names the earlier tensor that has the very same storage.
+
+    A torch or numpy dtype is taken for its name, and any sequence of whole numbers for a shape.
+    """
 
     name: str
     dtype: str
@@ -40,8 +45,12 @@ class TensorSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     alias_of: str = ""
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise ManifestMismatch("a tensor has an empty name", hint="give every tensor a name")
+        if not isinstance(self.name, str) or not self.name:
+            raise ManifestMismatch(f"a tensor has an empty name, or none: {self.name!r}", hint="name every tensor")
+        if type(self.dtype) is not str:
+            msgspec.structs.force_setattr(self, "dtype", str(self.dtype).removeprefix("torch."))
+        if type(self.shape) is not tuple or any(type(extent) is not int for extent in self.shape):
+            msgspec.structs.force_setattr(self, "shape", _whole_numbers(self.name, self.shape))
         if self.dtype not in ITEMSIZE:
             raise ManifestMismatch(
                 f"tensor '{self.name}' has dtype '{self.dtype}', which wsync does not know",
@@ -52,10 +61,30 @@ class TensorSpec(msgspec.Struct, frozen=True, omit_defaults=True):
         if self.nbytes > MAX_NBYTES:
             raise ManifestMismatch(f"tensor '{self.name}' claims {self.nbytes} bytes, more than {MAX_NBYTES}")
 
+    @classmethod
+    def of(cls, entry: TensorSpec | tuple[str, object, Sequence[int]]) -> TensorSpec:
+        """A spec, or a tuple (name, dtype, shape), as a spec. Raises ConfigError naming an entry that is neither."""
+        if isinstance(entry, cls):
+            return entry
+        if not isinstance(entry, tuple) or len(entry) != 3 or not isinstance(entry[0], str):
+            raise ConfigError(
+                f"{entry!r:.200} describes no tensor",
+                hint="give a TensorSpec, or a tuple (name, dtype, shape), for each",
+            )
+        name, dtype, shape = entry
+        return cls(name, dtype, shape)  # type: ignore[arg-type]
+
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor in logical (row-major, gapless) order."""
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+def _whole_numbers(name: str, shape: object) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, shape))  # type: ignore[call-overload]
+    except TypeError:
+        raise ManifestMismatch(f"tensor '{name}' has {shape!r} for a shape", hint="give whole numbers") from None
 
 
 class Manifest(msgspec.Struct, frozen=True):

@@ -25,8 +25,8 @@ from collections.abc import Iterable
 
 from wsync.errors import ArenaError
 
-_MAGIC = b"wsyncSL1"
-_HEADER = struct.Struct("<8sQQQQQ")  # magic, nbytes, chunk_nbytes, version, is_sealed, channel's key
+_MAGIC = b"wsyncSL2"
+_HEADER = struct.Struct("<8sQQQQQQ")  # magic, nbytes, chunk_nbytes, version, uid, is_sealed, channel's key
 _PAGE = mmap.PAGESIZE
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
@@ -45,7 +45,7 @@ class Slot:
         access = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
         mapping = mmap.mmap(fd, total, mmap.MAP_SHARED, access)
         self._map: mmap.mmap | None = mapping
-        magic, nbytes, chunk_nbytes, _, _, _ = _HEADER.unpack_from(mapping, total - _PAGE)
+        magic, nbytes, chunk_nbytes, _, _, _, _ = _HEADER.unpack_from(mapping, total - _PAGE)
         if magic != _MAGIC or not 0 < chunk_nbytes <= 1 << 40 or _total_nbytes(nbytes, chunk_nbytes) != total:
             mapping.close()
             raise ArenaError("a descriptor that was handed over is not a wsync slot")
@@ -71,7 +71,7 @@ class Slot:
             fd = _unlinked_file(arena)
         try:
             os.posix_fallocate(fd, 0, total)  # a full disk or tmpfs is an error here, never a SIGBUS later
-            os.pwrite(fd, _HEADER.pack(_MAGIC, nbytes, chunk_nbytes, 0, 0, 0), total - _PAGE)
+            os.pwrite(fd, _HEADER.pack(_MAGIC, nbytes, chunk_nbytes, 0, 0, 0, 0), total - _PAGE)
             slot = cls(fd, is_writable=True)
             slot.prefault()
             return slot
@@ -112,9 +112,9 @@ class Slot:
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     # --- which version it holds
-    def _header(self) -> tuple[bytes, int, int, int, int, int]:
+    def _header(self) -> tuple[bytes, int, int, int, int, int, int]:
         mapping = self._map  # another thread may close the slot
-        return _HEADER.unpack_from(mapping, self._header_at) if mapping is not None else (b"", 0, 0, 0, 0, 0)
+        return _HEADER.unpack_from(mapping, self._header_at) if mapping is not None else (b"", 0, 0, 0, 0, 0, 0)
 
     @property
     def version(self) -> int:
@@ -122,32 +122,37 @@ class Slot:
         return self._header()[3]
 
     @property
+    def uid(self) -> int:
+        """Tells the version from another of the same number."""
+        return self._header()[4]
+
+    @property
     def is_sealed(self) -> bool:
         """All chunks are there and agree with the digests of their source."""
-        return bool(self._header()[4])
+        return bool(self._header()[5])
 
     @property
     def channel_key(self) -> int:
         """xxh3-64 of the channel's name and manifest, so that a slot is adopted only where it belongs."""
-        return self._header()[5]
+        return self._header()[6]
 
-    def begin(self, version: int, channel_key: int) -> None:
+    def begin(self, version: int, channel_key: int, *, uid: int = 0) -> None:
         """Give the slot to a version: no chunk is ready any more. The caller has made sure that nobody reads it."""
         with self._changed:
-            self._write_header(0, is_sealed=False, channel_key=channel_key)
+            self._write_header(0, 0, is_sealed=False, channel_key=channel_key)
             self.ready[:] = bytes(self.num_chunks)
-            self._write_header(version, is_sealed=False, channel_key=channel_key)
+            self._write_header(version, uid, is_sealed=False, channel_key=channel_key)
             self._changed.notify_all()
 
     def seal(self) -> None:
         """Declare the slot whole. The caller has compared every digest."""
-        self._write_header(self.version, is_sealed=True, channel_key=self.channel_key)
+        self._write_header(self.version, self.uid, is_sealed=True, channel_key=self.channel_key)
 
-    def _write_header(self, version: int, *, is_sealed: bool, channel_key: int) -> None:
+    def _write_header(self, version: int, uid: int, *, is_sealed: bool, channel_key: int) -> None:
         if self._map is None:
             raise ArenaError("a slot that was closed cannot be written")
         _HEADER.pack_into(
-            self._map, self._header_at, _MAGIC, self.nbytes, self.chunk_nbytes, version, is_sealed, channel_key
+            self._map, self._header_at, _MAGIC, self.nbytes, self.chunk_nbytes, version, uid, is_sealed, channel_key
         )
 
     # --- chunks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
@@ -30,6 +31,24 @@ class ReplicaPhase(StrEnum):
     STAGED = "staged"
     COMMITTED = "committed"
     FAILED = "failed"
+
+
+_VERSION_PHASES = (
+    VersionPhase.ABORTED,
+    VersionPhase.SUPERSEDED,
+    VersionPhase.PENDING,
+    VersionPhase.TRANSFERRING,
+    VersionPhase.STAGED,
+)
+_HOLDER_PHASES = (HolderPhase.LOST, HolderPhase.FAILED, HolderPhase.PULLING, HolderPhase.WHOLE)
+_REPLICA_PHASES = (
+    ReplicaPhase.FAILED,
+    ReplicaPhase.JOINING,
+    ReplicaPhase.PULLING,
+    ReplicaPhase.STAGED,
+    ReplicaPhase.COMMITTED,
+)
+"""What counts of several: the first of these."""
 
 
 class HolderStatus(msgspec.Struct, frozen=True):
@@ -72,3 +91,46 @@ class VersionStatus(msgspec.Struct, frozen=True):
     def describe_replicas(self) -> str:
         """``name (phase)`` of every replica, for messages that must name who is missing."""
         return ", ".join(f"{r.member_id} ({r.phase})" for r in self.replicas) or "none"
+
+
+def merged_status(lanes: Sequence[VersionStatus], workers: Sequence[ReplicaStatus]) -> VersionStatus:
+    """The lanes of one version as one: everything is as far as the lane in which it is least far; bytes add up.
+
+    `workers` are those that the coordinator knows; one that has failed has, of others the lanes know better.
+    """
+    replicas: dict[str, list[ReplicaStatus]] = {}
+    holders: dict[str, list[HolderStatus]] = {}
+    for lane in lanes:
+        for replica in lane.replicas:
+            replicas.setdefault(replica.member_id, []).append(replica)
+        for holder in lane.holders:
+            holders.setdefault(holder.host, []).append(holder)
+    for worker in workers:
+        if worker.phase is ReplicaPhase.FAILED or worker.member_id not in replicas:
+            replicas.setdefault(worker.member_id, []).append(worker)
+    return VersionStatus(
+        channel="",
+        version=0,
+        step=0,
+        phase=min((lane.phase for lane in lanes), key=_VERSION_PHASES.index, default=VersionPhase.PENDING),
+        nbytes=sum(lane.nbytes for lane in lanes),
+        error=next((lane.error for lane in lanes if lane.error), ""),
+        holders=tuple(_merged_holder(parts) for parts in holders.values()),
+        replicas=tuple(_merged_replica(parts) for parts in replicas.values()),
+    )
+
+
+def _merged_replica(parts: Sequence[ReplicaStatus]) -> ReplicaStatus:
+    return msgspec.structs.replace(
+        min(parts, key=lambda part: _REPLICA_PHASES.index(part.phase)),
+        commit_pause_s=max(part.commit_pause_s for part in parts),
+    )
+
+
+def _merged_holder(parts: Sequence[HolderStatus]) -> HolderStatus:
+    return msgspec.structs.replace(
+        min(parts, key=lambda part: _HOLDER_PHASES.index(part.phase)),
+        nbytes_received=sum(part.nbytes_received for part in parts),
+        transfer_s=max(part.transfer_s for part in parts),
+        parents=tuple(sorted({parent for part in parts for parent in part.parents})),
+    )

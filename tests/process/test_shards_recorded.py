@@ -17,6 +17,7 @@ pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from _toy_engine import ToyEngine, Variant, checkpoint, specs
 
+from wsync.errors import CommitError
 from wsync.holding import HoldingBuilder
 from wsync.layouts import block
 
@@ -54,7 +55,9 @@ def publish(child: Child, seed: int) -> int:
     for name, tensor in checkpoint(seed, specs(child.variant)).items():  # type: ignore[attr-defined]
         if name in child.tensors:
             child.tensors[name].copy_(tensor[rows(len(tensor), child.rank)])  # type: ignore[attr-defined]
-    return int(child.publisher.publish(seed).version)
+    publication = child.publisher.publish(seed)
+    child.publications[publication.version] = publication
+    return int(publication.version)
 
 
 def open_engine(child: Child, rank: int, size: int, variant: Variant) -> str:
@@ -69,6 +72,18 @@ def open_engine(child: Child, rank: int, size: int, variant: Variant) -> str:
         "policy", recording.holding, recording.locals, installing=recording.installing, config=child.config
     )
     return recording.report()
+
+
+def fail_once(child: Child, name: str) -> None:
+    """The next load of a parameter fails."""
+    param = child.tensors.get_parameter(name)
+    own = param.weight_loader
+
+    def weight_loader(*_: Any) -> None:
+        param.weight_loader = own
+        raise RuntimeError("out of luck")
+
+    param.weight_loader = weight_loader
 
 
 def pointers(child: Child) -> list[int]:
@@ -111,3 +126,24 @@ def test_a_recorded_engine_equals_its_own_loader(job: Job, variant: Variant) -> 
             assert member.digest() == expected(*kind, variant, seed)
             assert not set(member.digest().items()) & set(old.items())
     assert [member.run(pointers) for member in workers] == addresses
+
+
+def test_a_loader_that_fails_in_a_commit_is_named_and_nothing_is_reported_as_installed(job: Job) -> None:
+    variant, name = Variant(norm="plus_one"), "layers.1.input_norm.weight"
+    ranks = [job.member(has_torch=True) for _ in range(NUM_RANKS)]
+    for rank, member in enumerate(ranks):
+        member.run(open_rank, rank, variant)
+    worker = job.member(has_torch=True)
+    worker.run(open_engine, 0, 1, variant)
+    assert {member.run(publish, 1) for member in ranks} == {1}
+    assert worker.wait_version(1) == 1
+    worker.run(fail_once, name)
+    assert {member.run(publish, 2) for member in ranks} == {2}
+    with pytest.raises(CommitError, match=f"load_weights fails on {name}: RuntimeError: out of luck"):
+        worker.wait_version(2)
+    assert (worker.get("replica.version"), worker.get("replica.is_ready")) == (1, True)
+    assert worker.digest() == expected(0, 1, variant, 1)
+    with pytest.raises(CommitError, match=f"version 2 could not be installed: .*{name}"):
+        ranks[0].wait_committed(2)
+    assert worker.wait_version(2) == 2
+    assert worker.digest() == expected(0, 1, variant, 2)

@@ -97,7 +97,7 @@ class Scene:
     def check_goes_on(self) -> None:
         """A member can attach: that takes the holder and the coordinator."""
         connection = _Connection(HolderAddress(self.holder.socket_name, self.token, "H"), 30.0)
-        number = connection.send(AttachReplica("policy", "r", "i", 0), is_request=True)
+        number = connection.send(AttachReplica("policy", "r", "i", 0, 0), is_request=True)
         answer = connection.receive(number, time.monotonic() + 30.0)
         assert answer is not None
         assert isinstance(answer[0], Attached)
@@ -172,7 +172,7 @@ def test_case_G04_wrong_missing_or_foreign_tokens_are_refused_and_counted(scene:
         assert sock.recv(1) == b"", "not even a proof is given away"
         scene.check_refused(where, number)
     sock = scene.dial(where)
-    sock.sendall(encode_frame(1, AttachReplica("policy", "thief", "i", 0)).ljust(ANSWER_NBYTES, b"\0"))
+    sock.sendall(encode_frame(1, AttachReplica("policy", "thief", "i", 0, 0)).ljust(ANSWER_NBYTES, b"\0"))
     assert is_closed(sock)
     scene.check_refused(where, len(attempts) + 1)
     scene.check_goes_on()
@@ -210,7 +210,7 @@ def test_case_G04_who_says_nothing_is_let_go(scene: Scene, where: str, monkeypat
 
 @WHERE
 def test_hostile_frames_end_their_connection_only(scene: Scene, where: str) -> None:
-    good = encode_frame(1, AttachReplica("policy", "x", "i", 0))
+    good = encode_frame(1, AttachReplica("policy", "x", "i", 0, 0))
     hostile = [
         HEADER.pack((1 << 32) - 1, 0),
         HEADER.pack(10, 255) + bytes(10),
@@ -247,7 +247,7 @@ def test_descriptors_that_are_no_slots_are_refused_and_closed(scene: Scene, tmp_
         socket.send_fds(sock, [encode_frame(0, message, num_descriptors=len(fds))], fds)
         for fd in fds:
             os.close(fd)
-        sock.sendall(encode_frame(7, AttachReplica("policy", "r", "i", 0)))
+        sock.sendall(encode_frame(7, AttachReplica("policy", "r", "i", 0, 0)))
         assert recv_exactly(sock, HEADER.size)[0] > 0, "the connection goes on"
         sock.close()
     scene.check_goes_on()

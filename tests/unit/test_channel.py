@@ -29,6 +29,7 @@ from wsync.status import HolderPhase, ReplicaPhase, VersionPhase
 MANIFEST = Manifest((TensorSpec("w", "uint8", (3 * 4096,)),))
 DIGEST = MANIFEST.digest()
 DIGESTS = (11, 22, 33)
+UID = 7
 TIMEOUT_S = 100.0
 
 
@@ -51,7 +52,7 @@ class Scene:
     def replica(self, holder: str, *, committed: int = 0, name: str = "") -> None:
         if self.view.holder(holder) is None:
             self.join(holder)
-        self.channel.register_replica(holder, ReplicaReport(name or f"replica-{holder}", "i1", committed))
+        self.channel.register_replica(holder, ReplicaReport(name or f"replica-{holder}", "i1", committed, UID))
 
     def lose(self, holder: str) -> None:
         self.view = self.view.left(holder)
@@ -63,16 +64,16 @@ class Scene:
         return self.orders
 
     def announce(self, number: int, *, replaces: int = 0, kept: tuple[int, ...] = ()) -> None:
-        message = Announce("policy", "i1", number, 10 * number, 3 * 4096, 4096, DIGEST, replaces, kept)
+        message = Announce("policy", "i1", number, UID, 10 * number, 3 * 4096, 4096, DIGEST, replaces, kept)
         self.channel.announce("T", message)
 
     def publish(self, number: int, **options: Any) -> None:
         self.announce(number, **options)
-        self.channel.sealed("T", number, DIGESTS)
+        self.channel.sealed("T", number, UID, DIGESTS)
 
     def staged(self, number: int, *holders: str) -> None:
         for holder in holders:
-            self.channel.staged(holder, number, 3 * 4096, 0.5)
+            self.channel.staged(holder, number, UID, 3 * 4096, 0.5)
 
     def pulls(self) -> dict[str, list[str]]:
         """Holders that were told to pull, with their sources."""
@@ -92,7 +93,7 @@ def test_a_version_goes_along_the_chain_and_is_staged() -> None:
     assert scene.phase(1) is VersionPhase.TRANSFERRING
     assert scene.pulls() == {"A": ["T"], "B": ["A", "T"]}
     assert scene.sent(Flight) == [("T", 1)]
-    scene.channel.sealed("T", 1, DIGESTS)
+    scene.channel.sealed("T", 1, UID, DIGESTS)
     scene.reconcile()
     assert scene.sent(Seal) == [("A", 1), ("B", 1)]
     scene.staged(1, "A")
@@ -100,7 +101,7 @@ def test_a_version_goes_along_the_chain_and_is_staged() -> None:
     scene.staged(1, "B")
     scene.reconcile()
     assert scene.phase(1) is VersionPhase.STAGED
-    assert [m for _, m in scene.orders if isinstance(m, Flight)] == [Flight("policy", 1, False)]
+    assert [m for _, m in scene.orders if isinstance(m, Flight)] == [Flight("policy", 1, UID, False)]
     assert {h.nbytes_received for h in scene.channel.status(1, scene.view).holders} == {3 * 4096}
 
 
@@ -109,7 +110,7 @@ def test_without_replicas_a_version_is_staged_when_sealed() -> None:
     scene.announce(1)
     scene.reconcile()
     assert scene.phase(1) is VersionPhase.TRANSFERRING
-    scene.channel.sealed("T", 1, DIGESTS)
+    scene.channel.sealed("T", 1, UID, DIGESTS)
     scene.reconcile()
     assert scene.phase(1) is VersionPhase.STAGED
 
@@ -233,9 +234,9 @@ def test_origin_lost_and_the_receivers_have_everything_together() -> None:
     scene.lose("T")
     scene.reconcile()
     assert sorted(scene.sent(AskHave)) == [("A", 1), ("B", 1)]
-    scene.channel.have("A", 1, b"\x01\x00\x00")
+    scene.channel.have("A", 1, UID, b"\x01\x00\x00")
     assert scene.reconcile() == []
-    scene.channel.have("B", 1, b"\x00\x01\x01")
+    scene.channel.have("B", 1, UID, b"\x00\x01\x01")
     scene.reconcile()
     assert scene.pulls() == {"A": ["B"], "B": ["A"]}
     assert all(m.is_sealed and m.digests == DIGESTS for _, m in scene.orders if isinstance(m, Pull))
@@ -250,8 +251,8 @@ def test_origin_lost_and_a_chunk_with_it() -> None:
     scene.reconcile()
     scene.lose("T")
     scene.reconcile()
-    scene.channel.have("A", 1, b"\x01\x00\x00")
-    scene.channel.have("B", 1, b"")
+    scene.channel.have("A", 1, UID, b"\x01\x00\x00")
+    scene.channel.have("B", 1, UID, b"")
     scene.reconcile()
     assert scene.phase(1) is VersionPhase.ABORTED
     assert sorted(scene.sent(Abort)) == [("A", 1), ("B", 1)]
@@ -290,7 +291,7 @@ def test_a_failed_pull_is_told_and_does_not_hold_up_the_others() -> None:
     scene = Scene("A", "B")
     scene.publish(1)
     scene.reconcile()
-    scene.channel.pull_failed("A", 1, "no room")
+    scene.channel.pull_failed("A", 1, UID, "no room")
     scene.staged(1, "B")
     scene.reconcile()
     status = scene.channel.status(1, scene.view)
@@ -305,9 +306,9 @@ def test_commits_and_failures_are_kept_per_replica() -> None:
     scene.reconcile()
     scene.staged(1, "A", "B")
     scene.reconcile()
-    scene.channel.committed(Committed("policy", "replica-A", 1, 0.25, ""))
-    scene.channel.committed(Committed("policy", "replica-B", 1, 0.0, "broken"))
-    scene.channel.committed(Committed("policy", "nobody", 1, 0.0, ""))
+    scene.channel.committed(Committed("policy", "replica-A", 1, UID, 0.25, ""))
+    scene.channel.committed(Committed("policy", "replica-B", 1, UID, 0.0, "broken"))
+    scene.channel.committed(Committed("policy", "nobody", 1, UID, 0.0, ""))
     replicas = {r.member_id: r for r in scene.channel.status(1, scene.view).replicas}
     assert (replicas["replica-A"].phase, replicas["replica-A"].commit_pause_s) == (ReplicaPhase.COMMITTED, 0.25)
     assert (replicas["replica-B"].phase, replicas["replica-B"].error) == (ReplicaPhase.FAILED, "broken")
@@ -340,7 +341,7 @@ def test_numbers_are_never_below_what_anybody_has_seen() -> None:
 
 
 def slot(version: int, *, is_origin: bool, is_whole: bool, digests: tuple[int, ...] = DIGESTS) -> SlotReport:
-    return SlotReport(version, 10, 3 * 4096, 4096, DIGEST, is_origin, is_whole, digests if is_whole else ())
+    return SlotReport(version, UID, 10, 3 * 4096, 4096, DIGEST, is_origin, is_whole, digests if is_whole else ())
 
 
 def test_a_new_coordinator_learns_from_the_holders_and_goes_on() -> None:
@@ -350,12 +351,12 @@ def test_a_new_coordinator_learns_from_the_holders_and_goes_on() -> None:
             "policy", 5, (MANIFEST,), TrainerReport("trainer", "i1"), (), (slot(5, is_origin=True, is_whole=True),)
         ),
         "A": ChannelReport(
-            "policy", 5, (), None, (ReplicaReport("a", "i", 4),), (slot(5, is_origin=False, is_whole=True),)
+            "policy", 5, (), None, (ReplicaReport("a", "i", 4, UID),), (slot(5, is_origin=False, is_whole=True),)
         ),
         "B": ChannelReport(
-            "policy", 5, (), None, (ReplicaReport("b", "i", 4),), (slot(5, is_origin=False, is_whole=False),)
+            "policy", 5, (), None, (ReplicaReport("b", "i", 4, UID),), (slot(5, is_origin=False, is_whole=False),)
         ),
-        "C": ChannelReport("policy", 4, (), None, (ReplicaReport("c", "i", 4),), ()),
+        "C": ChannelReport("policy", 4, (), None, (ReplicaReport("c", "i", 4, UID),), ()),
     }
     for order in (list(reports), list(reports)[::-1]):
         channel, view = Channel("policy"), View()

@@ -17,7 +17,7 @@ MESSAGES: list[protocol.Message] = [
     protocol.ReserveSlot(1, "skip", 2.5),
     protocol.RangeHashes((1, 2, (1 << 64) - 1)),
     protocol.Failure(ErrorRecord.of(PeerLost("gone"))),
-    protocol.Have("policy", 2, b"\0\1\1"),
+    protocol.Have("policy", 2, 9, b"\0\1\1"),
 ]
 SENT = st.lists(st.tuples(st.integers(0, 1 << 40), st.booleans(), st.sampled_from(MESSAGES)), max_size=8)
 
@@ -60,7 +60,7 @@ def test_oversized_frames_are_refused_before_they_are_received(nbytes: int, desc
 def test_an_oversized_message_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "MAX_FRAME_NBYTES", 1000)
     with pytest.raises(WsyncError, match=r"a Have message of .* is larger than 1000"):
-        encode_frame(1, protocol.Have("c", 1, bytes(2000)))
+        encode_frame(1, protocol.Have("c", 1, 9, bytes(2000)))
 
 
 @given(st.binary(max_size=200))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wsync.errors import ManifestMismatch
+from wsync.errors import ConfigError, ManifestMismatch
 from wsync.manifest import ALIGNMENT, ITEMSIZE, MAX_NBYTES, Manifest, TensorSpec, check_agreement, lane_of
 
 SPECS = st.lists(
@@ -151,3 +154,45 @@ def test_agreement_names_every_difference_at_once() -> None:
         check_agreement(trainer, replica, channel="policy", is_partial=True)
     assert "does not have" not in str(caught.value)
     check_agreement(replica, Manifest((TensorSpec("b", "int8", (2,)),)), channel="policy", is_partial=True)
+
+
+class Named:
+    """As a torch dtype: its text is its name."""
+
+    def __str__(self) -> str:
+        return "torch.bfloat16"
+
+
+@pytest.mark.parametrize("shape", [[2, 3], range(2, 4), (np.int64(2), np.int32(3)), np.array([2, 3])])
+@pytest.mark.parametrize("dtype", [Named(), np.dtype("float32")])
+def test_dtypes_are_taken_for_their_names_and_shapes_for_tuples(dtype: Any, shape: Any) -> None:
+    for spec in (TensorSpec("w", dtype, shape), TensorSpec.of(("w", dtype, shape))):
+        assert spec == TensorSpec("w", str(dtype).removeprefix("torch."), (2, 3))
+        assert (type(spec.dtype), *map(type, (spec.shape, *spec.shape))) == (str, tuple, int, int)
+        assert hash(spec) == hash(TensorSpec("w", spec.dtype, (2, 3)))
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=TensorSpec) == spec
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("w", "float32", (2.5, 3)), r"'w' has \(2.5, 3\) for a shape"),
+        (("w", "float32", 2), "'w' has 2 for a shape"),
+        (("w", "float32", "23"), "'w' has '23' for a shape"),
+        (("w", None, (2,)), "'w' has dtype 'None'"),
+        (("w", np.float32, (2,)), "'w' has dtype '<class"),
+        ((None, "float32", (2,)), "or none: None"),
+    ],
+)
+def test_what_describes_no_tensor_is_refused_by_name(arguments: Any, text: str) -> None:
+    with pytest.raises(ManifestMismatch, match=text):
+        TensorSpec(*arguments)
+
+
+def test_an_entry_that_is_no_spec_is_named() -> None:
+    spec = TensorSpec("w", "float32", (2,))
+    assert TensorSpec.of(spec) is spec
+    for entry in ("w", ("w", "float32"), ("w", "float32", (2,), "v"), (2, "float32", (2,)), None):
+        with pytest.raises(ConfigError, match="describes no tensor") as caught:
+            TensorSpec.of(entry)  # type: ignore[arg-type]
+        assert caught.value.problem.startswith(repr(entry))

@@ -95,7 +95,8 @@ def test_the_seal_has_the_digest_of_every_chunk() -> None:
         await until(lambda: sealed(told))
         block = bytes(held.slot.data)
         expected = tuple(xxhash.xxh3_64_intdigest(block[i : i + CHUNK]) for i in range(0, NBYTES, CHUNK))
-        assert sealed(told)[0] == protocol.Sealed("policy", 1, expected)
+        assert sealed(told)[0] == protocol.Sealed("policy", 1, held.uid, expected)
+        assert held.uid == held.slot.uid != 0
         assert held.slot.is_sealed
 
     run(script)

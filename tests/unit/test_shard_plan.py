@@ -119,7 +119,7 @@ def test_case_A36_global_shapes_must_agree(wanted_dim: int) -> None:
     if wanted_dim == 5:
         assert plan_lanes(held, by_digest(wanted)).nbytes == 20
     else:
-        assert f"'w' float32 [5] -> float32 [6] of {wanted.digest()[:12]}" in refused(held, wanted)
+        assert "'w' float32 [5] -> float32 [6]" in refused(held, wanted)
 
 
 @pytest.mark.parametrize("local", ["float32", "float16"])
@@ -205,7 +205,8 @@ def test_case_A48_a_hole_is_named_with_tensor_region_and_who_wants_it() -> None:
     tensors = [("w", (9, 2)), ("x", (9, 2))]
     wanted = rows(tensors)
     text = refused({i: shares(tensors, 3)[i] for i in (0, 2)}, wanted, error=PlanError)
-    assert f"no trainer rank holds 'w'[3:6,0:2], which holding {wanted.digest()[:12]} wants (and 1 tensors" in text
+    assert "no trainer rank holds 'w'[3:6,0:2], which is wanted (and 1 tensors" in text
+    assert f"holding {wanted.digest()[:12]}" in text
 
 
 def test_case_B02_names_that_only_one_rank_has_are_no_disagreement() -> None:

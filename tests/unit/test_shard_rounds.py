@@ -10,6 +10,15 @@ from wsync.engine.protocol import OpenRound, ShardReport
 from wsync.engine.shards import KEEP_CLASS_S, NUM_REMEMBERED, Round, Shards
 from wsync.errors import ChannelError, ManifestMismatch, PublishError
 from wsync.holding import Holding, HoldingBuilder, Region
+from wsync.status import (
+    HolderPhase,
+    HolderStatus,
+    ReplicaPhase,
+    ReplicaStatus,
+    VersionPhase,
+    VersionStatus,
+    merged_status,
+)
 
 VIEW = View().joined(HolderRecord("A", "host-A", "i", 1, {})).joined(HolderRecord("B", "host-B", "i", 2, {}))
 
@@ -52,6 +61,12 @@ class Scene:
         self.serial += 1
         wish = OpenRound("policy", rank, incarnation, serial or self.serial, step, plan_id, 1.0)
         return self.shards.open_round(wish, known_version=known)
+
+
+def refuse_all(scene: Scene, why: str) -> None:
+    wanted = scene.shards.to_plan()
+    assert wanted is not None
+    scene.shards.planned(wanted[0], plan_lanes(wanted[1], {}), dict.fromkeys(wanted[2], why))
 
 
 def test_the_ranks_of_a_step_get_one_number() -> None:
@@ -154,9 +169,7 @@ def test_lanes_belong_to_holdings_and_not_to_names() -> None:
 def test_a_refused_class_is_told_why() -> None:
     scene = Scene()
     scene.worker("a", 0, 4)
-    wanted = scene.shards.to_plan()
-    assert wanted is not None
-    scene.shards.planned(wanted[0], plan_lanes(wanted[1], {}), dict.fromkeys(wanted[2], "'w' is too wide"))
+    refuse_all(scene, "'w' is too wide")
     with pytest.raises(ManifestMismatch, match="'w' is too wide"):
         scene.shards.lanes_of("a", "")
 
@@ -194,3 +207,71 @@ def test_ranks_go_on_with_their_plan_while_a_new_coordinator_knows_no_worker() -
     scene.worker("a", 0, 4)
     scene.plan()
     assert scene.open(0, 2, plan_id="of-before").plan_id == scene.shards.plan.plan_id  # type: ignore[union-attr]
+
+
+def test_a_layout_that_came_after_the_newest_version_is_late_for_it() -> None:
+    scene = Scene()
+    scene.worker("a", 0, 4)
+    scene.plan()
+    assert scene.shards.late_for(scene.shards.lanes_of("a", "")[1]) == 0, "nothing has been published"
+    scene.open(0, 1)
+    scene.open(1, 1)
+    assert scene.shards.late_for(scene.shards.lanes_of("a", "")[1]) == 0
+    scene.worker("b", 0, 1)
+    scene.plan()
+    assert scene.shards.late_for(scene.shards.lanes_of("b", "")[1]) == 1
+    assert scene.shards.late_for(scene.shards.lanes_of("a", "")[1]) == 1, "what they share is a lane of its own now"
+    assert scene.open(0, 2).version == scene.open(1, 2).version == 2
+    assert scene.shards.late_for(scene.shards.lanes_of("b", "")[1]) == 0
+
+
+def test_a_report_names_workers_that_are_refused_or_have_gone() -> None:
+    scene = Scene()
+    scene.worker("a123456789", 0, 4)
+    refuse_all(scene, "'w' is too wide")
+    assert scene.open(0, 1).version == 1
+    report = scene.shards.report(1, VIEW)
+    assert report.missing_ranks == (1,)
+    assert report.workers == (ReplicaStatus("worker-a12345", "host-B", ReplicaPhase.FAILED, error="'w' is too wide"),)
+    scene.shards.gone("worker", "another")
+    assert scene.shards.report(1, VIEW) == report
+    scene.shards.gone("worker", "a123456789")
+    assert scene.shards.report(1, VIEW).workers == ()
+    assert (scene.shards.report(1, VIEW).left, scene.shards.report(1, VIEW).lost) == (("worker-a12345",), ())
+    scene.worker("b", 0, 4)
+    assert scene.shards.report(1, VIEW).left == (), "another one has taken its place"
+    scene.shards.holder_lost("B")
+    assert (scene.shards.report(1, VIEW).left, scene.shards.report(1, VIEW).lost) == ((), ("worker-b",))
+    scene.shards.forget_deserted(10.0)
+    scene.shards.forget_deserted(11.0 + KEEP_CLASS_S)
+    assert scene.shards.report(1, VIEW).lost == ()
+
+
+def lane(phase: VersionPhase, replicas: dict[str, ReplicaPhase], received: int, error: str = "") -> VersionStatus:
+    holders = (HolderStatus("host-B", HolderPhase.PULLING, received, 0.5, (f"A{received}",)),)
+    known = tuple(ReplicaStatus(name, "host-B", phase, received / 10) for name, phase in replicas.items())
+    return VersionStatus("policy#lane", 3, 7, phase, 100, error, holders, known)
+
+
+def test_lanes_of_one_version_are_as_far_as_the_least() -> None:
+    lanes = [
+        lane(VersionPhase.STAGED, {"a": ReplicaPhase.COMMITTED, "b": ReplicaPhase.STAGED}, 1),
+        lane(VersionPhase.TRANSFERRING, {"a": ReplicaPhase.COMMITTED, "b": ReplicaPhase.PULLING}, 2),
+    ]
+    workers = [
+        ReplicaStatus("a", "host-B", ReplicaPhase.JOINING),
+        ReplicaStatus("b", "host-B", ReplicaPhase.FAILED, error="too wide"),
+        ReplicaStatus("c", "host-B", ReplicaPhase.JOINING),
+    ]
+    merged = merged_status(lanes, workers)
+    assert (merged.phase, merged.nbytes, merged.error) == (VersionPhase.TRANSFERRING, 200, "")
+    assert merged.holders == (HolderStatus("host-B", HolderPhase.PULLING, 3, 0.5, ("A1", "A2")),)
+    assert merged.replicas == (
+        ReplicaStatus("a", "host-B", ReplicaPhase.COMMITTED, 0.2),
+        ReplicaStatus("b", "host-B", ReplicaPhase.FAILED, 0.2, "too wide"),
+        ReplicaStatus("c", "host-B", ReplicaPhase.JOINING),
+    )
+    assert merged_status(lanes[:1], workers[:1]).replicas[1].phase is ReplicaPhase.STAGED
+    lost = lane(VersionPhase.ABORTED, {}, 0, "its origin was lost")
+    assert (merged_status([*lanes, lost], ()).phase, merged_status([lost], ()).error) == (lost.phase, lost.error)
+    assert merged_status([], ()).phase is VersionPhase.PENDING

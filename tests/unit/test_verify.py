@@ -17,7 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from wsync import Publisher, ShardPublisher
 from wsync.cli import main
+from wsync.engine.tensors import check_arrays
 from wsync.engine.verify import DigestReport, PartDigest, TensorDigest, check, common_cuts, compare, digest_report
 from wsync.errors import ConfigError, ManifestMismatch
 from wsync.holding import Holding, HoldingBuilder, Region
@@ -469,3 +471,25 @@ def test_the_command(source: Engine, engine: Engine, tmp_path: Path, capsys: pyt
     bad.write_text("{}")
     assert main(["verify", "--trainer", str(bad), "--replica", str(bad)]) == 1
     assert "bad.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "float8_e4m3fn", "int32"])
+def test_what_numpy_cannot_cast_is_refused_by_name(wire: str) -> None:
+    arrays = {"v": np.ones(3, np.float32), "w": np.ones(3, np.float32)}
+    with pytest.raises(ConfigError, match=f"'w' is a numpy array of float32, which numpy cannot cast to {wire}"):
+        Publisher("policy", arrays, wire_dtypes={"w": wire, "v": "float16"})
+    built = HoldingBuilder()
+    for name, dtype in (("v", "float16"), ("w", wire)):
+        built.tensor(name, dtype, (3,))
+        built.local(name, "float32", (3,))
+        built.piece(name, Region.whole((3,)), name, (0,))
+    with pytest.raises(ConfigError, match=f"'w' is a numpy array of float32.*{wire}.*give a torch tensor"):
+        check_arrays(built.build(), arrays)
+    with pytest.raises(ConfigError, match=f"'w' is a numpy array of float32.*{wire}"):
+        digest_report(built.build(), arrays)
+    with pytest.raises(ConfigError, match=f"'w'.*float32.*{wire}"):
+        ShardPublisher("policy", built.build(), arrays, rank=0, num_ranks=1)
+    torch = pytest.importorskip("torch")
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    check_arrays(built.build(), tensors)
+    assert digest_report(built.build(), tensors).tensors[1].dtype == wire

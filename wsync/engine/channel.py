@@ -7,12 +7,15 @@ missing, so there is no second recovery path.
 Rules:
 - one version at a time is on its way; the newest that waits comes next, older ones that wait are superseded;
 - every holder with a replica of the channel gets the version that is on its way, or else the newest staged one;
+- a version that the present trainer neither gave nor counted on from is of a former run of the job, which has lived on
+  where nobody could reach it: it is dropped wherever it is. Versions of one number are told apart by their uids;
 - a version whose origin is lost goes on if the living holders have every chunk of it and its digests, and is
   aborted otherwise. Everybody then stays on the last one.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -46,6 +49,7 @@ PATIENCE_S = 30.0
 RECOVERY_PATIENCE_S = 0.5
 RETRY_S = 2.0
 NUM_REMEMBERED = 16
+FORMER_RUN = "it is of a former run of the job"
 
 
 @dataclass
@@ -53,6 +57,7 @@ class _Trainer:
     holder_id: str
     member_id: str
     incarnation: str
+    published: int
 
 
 @dataclass
@@ -60,6 +65,7 @@ class _Replica:
     holder_id: str
     incarnation: str
     committed_version: int = 0
+    committed_uid: int = 0
     pauses: dict[int, float] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
 
@@ -79,6 +85,7 @@ class _Receiver:
 
 @dataclass
 class _Version:
+    uid: int
     step: int
     nbytes: int
     chunk_nbytes: int
@@ -126,7 +133,9 @@ class Channel:
                 hint="close that publisher first, or use another channel",
                 context=ErrorContext(channel=self.name, phase="join", peers=(present.member_id,)),
             )
-        self.trainer = _Trainer(holder_id, report.member_id, report.incarnation)
+        self.trainer = _Trainer(holder_id, report.member_id, report.incarnation, report.published)
+        if report.published:
+            self._disown_after(report.published)
         self.manifest_digest = manifest.digest()
         self.manifests[self.manifest_digest] = manifest
         self.highest = max(self.highest, last_version)
@@ -135,7 +144,7 @@ class Channel:
 
     def register_replica(self, holder_id: str, report: ReplicaReport) -> None:
         former = self.replicas.get(report.member_id)
-        entry = _Replica(holder_id, report.incarnation, report.committed_version)
+        entry = _Replica(holder_id, report.incarnation, report.committed_version, report.committed_uid)
         if former is not None and former.incarnation == report.incarnation:
             entry.pauses, entry.errors = former.pauses, former.errors
         self.replicas[report.member_id] = entry
@@ -163,7 +172,7 @@ class Channel:
         if report.error:
             replica.errors[report.version] = report.error
         else:
-            replica.committed_version = report.version
+            replica.committed_version, replica.committed_uid = report.version, report.uid
             replica.pauses[report.version] = report.pause_s
 
     # --- versions
@@ -177,35 +186,52 @@ class Channel:
         if message.version <= self.highest and message.version in self.versions:
             return
         self.highest = max(self.highest, message.version)
+        self.trainer.published = message.version
+        self._disown_after(message.version)
         for number, version in self.versions.items():
             if version.phase is VersionPhase.PENDING or number == message.replaces:
                 self._end(number, VersionPhase.SUPERSEDED, f"version {message.version} took its place")
             receiver = version.holders.get(holder_id)
             if receiver is not None and receiver.phase is HolderPhase.WHOLE and number not in message.kept:
                 del version.holders[holder_id]
-        entry = _Version(message.step, message.nbytes, message.chunk_nbytes, message.manifest_digest, origin=holder_id)
+        entry = _Version(
+            message.uid, message.step, message.nbytes, message.chunk_nbytes, message.manifest_digest, origin=holder_id
+        )
         entry.holders[holder_id] = _Receiver()
         self.versions[message.version] = entry
         self._forget_old()
 
-    def abandon(self, number: int, reason: str) -> None:
+    def _disown_after(self, number: int) -> None:
+        """The trainer counts from here: versions with higher numbers are of a run that it knew nothing of."""
+        for other in [n for n in self.versions if n > number]:
+            self._disown(other)
+
+    def _disown(self, number: int) -> None:
+        version = self.versions.pop(number)
+        self._orders += [(h, Abort(self.name, number, version.uid, FORMER_RUN)) for h in version.holders]
+
+    def _find(self, number: int, uid: int) -> _Version | None:
         version = self.versions.get(number)
+        return version if version is not None and version.uid == uid else None
+
+    def abandon(self, number: int, uid: int, reason: str) -> None:
+        version = self._find(number, uid)
         if version is not None and not version.is_sealed:
             self._end(number, VersionPhase.ABORTED, reason)
 
-    def sealed(self, holder_id: str, number: int, digests: tuple[int, ...]) -> None:
+    def sealed(self, holder_id: str, number: int, uid: int, digests: tuple[int, ...]) -> None:
         """The origin has digested every chunk: tell those who pull what the chunks must hash to."""
-        version = self.versions.get(number)
+        version = self._find(number, uid)
         if version is None or version.is_over or version.origin != holder_id:
             return
         version.is_sealed, version.digests = True, digests
         version.holders.setdefault(holder_id, _Receiver()).phase = HolderPhase.WHOLE
         for other, receiver in version.holders.items():
             if receiver.phase is HolderPhase.PULLING:
-                self._orders.append((other, Seal(self.name, number, digests)))
+                self._orders.append((other, Seal(self.name, number, uid, digests)))
 
-    def staged(self, holder_id: str, number: int, nbytes_received: int, transfer_s: float) -> None:
-        version = self.versions.get(number)
+    def staged(self, holder_id: str, number: int, uid: int, nbytes_received: int, transfer_s: float) -> None:
+        version = self._find(number, uid)
         if version is None:
             return
         receiver = version.holders.setdefault(holder_id, _Receiver())
@@ -213,22 +239,19 @@ class Channel:
         if nbytes_received:  # 0: it had the version already
             receiver.nbytes_received, receiver.transfer_s = nbytes_received, transfer_s
 
-    def pull_failed(self, holder_id: str, number: int, error: str) -> None:
-        version = self.versions.get(number)
+    def pull_failed(self, holder_id: str, number: int, uid: int, error: str) -> None:
+        version = self._find(number, uid)
         if version is not None and holder_id in version.holders:
             receiver = version.holders[holder_id]
             receiver.phase, receiver.error = HolderPhase.FAILED, error
 
-    def have(self, holder_id: str, number: int, ready: bytes) -> None:
-        version = self.versions.get(number)
+    def have(self, holder_id: str, number: int, uid: int, ready: bytes) -> None:
+        version = self._find(number, uid)
         if version is not None and holder_id in version.holders:
             version.holders[holder_id].ready = ready
 
     def adopted(self, holder_id: str, report: SlotReport, manifest: Manifest) -> None:
-        """A restarted holder has a whole slot again, unless it disagrees with what is known of the version."""
-        known = self.versions.get(report.version)
-        if known is not None and known.is_sealed and known.digests != report.digests:
-            return
+        """A restarted holder has a whole slot again."""
         self.manifests.setdefault(report.manifest_digest, manifest)
         self.manifest_digest = self.manifest_digest or report.manifest_digest
         self._restore_slot(holder_id, report)
@@ -242,21 +265,26 @@ class Channel:
         for replica in report.replicas:
             self.register_replica(holder_id, replica)
         if report.trainer is not None and report.manifests:
-            self.register_trainer(holder_id, report.trainer, report.manifests[-1], report.highest_version, view)
+            with contextlib.suppress(ChannelError):  # a second trainer: the present one stays
+                self.register_trainer(holder_id, report.trainer, report.manifests[-1], report.highest_version, view)
         for slot in report.slots:
             self._restore_slot(holder_id, slot)
         if not self.manifest_digest and report.manifests:
             self.manifest_digest = report.manifests[-1].digest()
 
     def _restore_slot(self, holder_id: str, report: SlotReport) -> None:
-        version = self.versions.get(report.version)
-        if version is None:
-            version = _Version(report.step, report.nbytes, report.chunk_nbytes, report.manifest_digest)
-            self.versions[report.version] = version
-        if version.is_over:  # it was given up while this holder was away: nobody may serve it
-            self._orders.append((holder_id, Abort(self.name, report.version, version.error)))
-            return
         self._remember(report.version)
+        version = self.versions.get(report.version)
+        if version is not None and version.uid != report.uid and self.trainer and self.trainer.holder_id == holder_id:
+            self._disown(report.version)  # a holder of a former run was faster
+            version = None
+        problem = self._problem_with(report, version)
+        if problem:
+            self._orders.append((holder_id, Abort(self.name, report.version, report.uid, problem)))
+            return
+        if version is None:
+            version = _Version(report.uid, report.step, report.nbytes, report.chunk_nbytes, report.manifest_digest)
+            self.versions[report.version] = version
         if report.is_origin:
             version.origin = holder_id
         if report.digests and not version.is_sealed:
@@ -266,6 +294,18 @@ class Channel:
         receiver.phase = HolderPhase.WHOLE if report.is_whole else HolderPhase.PULLING
         if report.is_whole and version.phase is VersionPhase.PENDING:
             version.phase = VersionPhase.STAGED
+
+    def _problem_with(self, report: SlotReport, version: _Version | None) -> str:
+        """Why nobody may be given that slot; empty if it is what is known as this version."""
+        if version is None:
+            is_former = self.trainer is not None and 0 < self.trainer.published < report.version
+            return FORMER_RUN if is_former else ""
+        if version.uid != report.uid:
+            return FORMER_RUN
+        if version.is_over:  # it was given up while this holder was away
+            return version.error
+        is_wrong = report.is_whole and version.is_sealed and version.digests != report.digests
+        return "its bytes are not those of the version" if is_wrong else ""
 
     def holder_lost(self, holder_id: str) -> None:
         """A holder has gone with its members and whatever it held."""
@@ -314,7 +354,7 @@ class Channel:
             version = self.versions[max(pending)]
             version.phase = VersionPhase.TRANSFERRING
             version.deadline = now + transfer_timeout_s
-            self._orders.append((version.origin, Flight(self.name, max(pending), True)))
+            self._orders.append((version.origin, Flight(self.name, max(pending), version.uid, True)))
 
     def _retry(self, number: int, now: float) -> None:
         """A host that failed may fetch the newest version later, when nobody waits for it."""
@@ -339,7 +379,8 @@ class Channel:
         for other, receiver in version.holders.items():
             if receiver.phase is HolderPhase.PULLING and other != version.origin and other not in wanting:
                 receiver.phase = HolderPhase.LOST  # its last replica has left
-                self._orders.append((other, Abort(self.name, number, "no replica on this host wants it any more")))
+                reason = "no replica on this host wants it any more"
+                self._orders.append((other, Abort(self.name, number, version.uid, reason)))
         living = {h: r for h, r in version.holders.items() if view.holder(h)}
         pulling = [h for h, r in living.items() if r.phase is HolderPhase.PULLING and h != version.origin]
         if not pulling:
@@ -364,7 +405,8 @@ class Channel:
             return
         silent = [h for h in pulling if version.holders[h].ready is None]
         if silent:
-            self._orders += [(h, AskHave(self.name, number)) for h in silent if version.holders[h].sources != ("?",)]
+            asked = [h for h in silent if version.holders[h].sources != ("?",)]
+            self._orders += [(h, AskHave(self.name, number, version.uid)) for h in asked]
             for h in silent:
                 version.holders[h].sources = ("?",)  # asked
             return
@@ -395,6 +437,7 @@ class Channel:
         pull = Pull(
             channel=self.name,
             version=number,
+            uid=version.uid,
             step=version.step,
             nbytes=version.nbytes,
             chunk_nbytes=version.chunk_nbytes,
@@ -416,14 +459,14 @@ class Channel:
         for holder_id, receiver in version.holders.items():
             if now >= version.deadline and receiver.phase is HolderPhase.PULLING:
                 receiver.phase, receiver.error = HolderPhase.FAILED, "left behind: not staged by its deadline"
-                self._orders.append((holder_id, Abort(self.name, number, receiver.error)))
+                self._orders.append((holder_id, Abort(self.name, number, version.uid, receiver.error)))
         if any(receiver.phase is HolderPhase.PULLING for receiver in version.holders.values()):
             return False
         if not version.is_sealed:
             self._end(number, VersionPhase.ABORTED, "it was not packed by its deadline")
             return True
         version.phase = VersionPhase.STAGED
-        self._orders.append((version.origin, Flight(self.name, number, False)))
+        self._orders.append((version.origin, Flight(self.name, number, version.uid, False)))
         return True
 
     def _end(self, number: int, phase: VersionPhase, reason: str) -> None:
@@ -432,7 +475,7 @@ class Channel:
             return
         for holder_id, receiver in version.holders.items():
             if receiver.phase is HolderPhase.PULLING or holder_id == version.origin:
-                self._orders.append((holder_id, Abort(self.name, number, reason)))
+                self._orders.append((holder_id, Abort(self.name, number, version.uid, reason)))
         version.phase, version.error = phase, reason
 
     def _forget_old(self) -> None:
@@ -476,7 +519,8 @@ class Channel:
         )
 
     def _replica_phase(self, replica: _Replica, number: int, version: _Version) -> ReplicaPhase:
-        if replica.committed_version >= number:
+        committed = replica.committed_version
+        if committed > number or (committed == number and replica.committed_uid == version.uid):
             return ReplicaPhase.COMMITTED
         receiver = version.holders.get(replica.holder_id)
         if number in replica.errors or (receiver is not None and receiver.phase is HolderPhase.FAILED):

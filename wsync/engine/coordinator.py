@@ -23,7 +23,7 @@ from wsync.engine.membership import HolderRecord, View
 from wsync.engine.protocol import Done, HolderHello, Message
 from wsync.engine.shards import Shards, lane_channel
 from wsync.engine.wire import Listener, Wire
-from wsync.errors import ChannelError, ConfigError, ErrorContext, MembershipError, PeerLost, StaleView, WsyncError
+from wsync.errors import ChannelError, ConfigError, ErrorContext, PeerLost, StaleView, WsyncError
 from wsync.events import Aborted, Committed, EventBus, PlanMade, Staged, ViewChanged
 from wsync.holding import Holding
 from wsync.status import ReplicaPhase, VersionPhase, VersionStatus
@@ -137,8 +137,7 @@ class Coordinator:
         self.view = self.view.joined(session.record)
         session.sender = asyncio.create_task(self._send_outbox(session))
         for report in hello.channels:
-            with contextlib.suppress(ChannelError):  # a second trainer: the present one stays
-                self._channel(report.channel).restore(hello.holder_id, report, self.view)
+            self._channel(report.channel).restore(hello.holder_id, report, self.view)
             for shard in report.shards:
                 with contextlib.suppress(ChannelError):
                     self._sharded(report.channel).register(hello.holder_id, shard, self.view)
@@ -234,26 +233,26 @@ class Coordinator:
                     self._shards[name].gone(member_id, incarnation)
             case protocol.Announce():
                 self._announce(channel, holder_id, message)
-            case protocol.Abandon(_, version, reason):
-                channel.abandon(version, reason)
-            case protocol.Sealed(_, version, digests):
-                channel.sealed(holder_id, version, digests)
-            case protocol.Staged(name, version, nbytes_received, transfer_s):
-                channel.staged(holder_id, version, nbytes_received, transfer_s)
+            case protocol.Abandon(_, version, uid, reason):
+                channel.abandon(version, uid, reason)
+            case protocol.Sealed(_, version, uid, digests):
+                channel.sealed(holder_id, version, uid, digests)
+            case protocol.Staged(name, version, uid, nbytes_received, transfer_s):
+                channel.staged(holder_id, version, uid, nbytes_received, transfer_s)
                 self.events.emit(Staged(name, version, holder_id, nbytes_received, transfer_s))
             case protocol.Adopted(_, slot, manifest):
                 channel.adopted(holder_id, slot, manifest)
-            case protocol.PullFailed(_, version, error):
-                channel.pull_failed(holder_id, version, error)
+            case protocol.PullFailed(_, version, uid, error):
+                channel.pull_failed(holder_id, version, uid, error)
                 logger.warning(
                     "holder %s could not fetch version %d of '%s': %s", holder_id, version, channel.name, error
                 )
-            case protocol.Committed(name, member_id, version, pause_s, error):
+            case protocol.Committed(name, member_id, version, _, pause_s, error):
                 channel.committed(message)
                 if not error:
                     self.events.emit(Committed(name, version, member_id, pause_s))
-            case protocol.Have(_, version, ready):
-                channel.have(holder_id, version, ready)
+            case protocol.Have(_, version, uid, ready):
+                channel.have(holder_id, version, uid, ready)
             case _:
                 raise StaleView(f"a holder does not send {type(message).__name__}")
         return None
@@ -262,7 +261,7 @@ class Coordinator:
         try:
             channel.announce(holder_id, message)
         except StaleView as exc:
-            self._send([(holder_id, protocol.Abort(message.channel, message.version, exc.problem))])
+            self._send([(holder_id, protocol.Abort(message.channel, message.version, message.uid, exc.problem))])
 
     def _channel(self, name: str) -> Channel:
         if name not in self._channels:
@@ -331,7 +330,8 @@ class Coordinator:
                 return protocol.LanesPlanned("", (), (), shards.missing_ranks)
         await self._plan(shards)
         plan, mine = shards.lanes_of(wish.incarnation, wish.plan_id)
-        return protocol.LanesPlanned(plan.plan_id, mine, tuple((lane.lane_id, lane.source) for lane in plan.lanes), ())
+        all_lanes = tuple((lane.lane_id, lane.source) for lane in plan.lanes)
+        return protocol.LanesPlanned(plan.plan_id, mine, all_lanes, (), shards.late_for(mine))
 
     async def _open_round(self, wish: protocol.OpenRound) -> Message:
         shards = self._sharded(wish.channel)
@@ -339,11 +339,7 @@ class Coordinator:
         deadline = loop.time() + wish.timeout_s
         while shards.missing_ranks or loop.time() < self._quiet_until:
             if not await self._changes.wait(deadline):  # `_watch` wakes us when the quiet is over
-                raise MembershipError(
-                    f"trainer ranks {list(shards.missing_ranks)} of '{wish.channel}' have not joined or have left",
-                    hint="start them, or start all ranks anew with the number that there is",
-                    context=ErrorContext(channel=wish.channel, phase="publish", elapsed_s=wish.timeout_s),
-                )
+                return protocol.RoundOpened(0, 0, "", shards.missing_ranks)
         shards.forget_deserted(loop.time())
         await self._plan(shards)
         lanes = lane_channel(wish.channel, "")
@@ -354,17 +350,15 @@ class Coordinator:
             self._send([(holder_id, retire) for holder_id in self._sessions])
             self._channels.pop(retire.channel, None)
         self._changes.wake()
-        return protocol.RoundOpened(opened.version, opened.plan_id)
+        return protocol.RoundOpened(opened.version, opened.uid, opened.plan_id)
 
     async def _await_round(self, wish: protocol.AwaitRound) -> Message:
         shards = self._sharded(wish.channel)
         deadline = asyncio.get_running_loop().time() + wish.timeout_s
         while True:
-            entry = shards.rounds.get(wish.version)
-            if entry is None:  # it was complete, or we are new: the lanes tell
-                return protocol.RoundReport((), "", shards.deserted_lanes())
-            if entry.error or not entry.missing or not await self._changes.wait(deadline):
-                return protocol.RoundReport(entry.missing, entry.error, shards.deserted_lanes())
+            report = shards.report(wish.version, self.view)
+            if report.error or not report.missing_ranks or not await self._changes.wait(deadline):
+                return report
 
     async def _await_version(self, wish: protocol.AwaitVersion) -> Message:
         if wish.channel not in self._channels:

@@ -87,7 +87,7 @@ class Grouper:
             self._held = dict(held)
         names = _Names(self._trainer)
         wants = {
-            digest: self._wants.get(digest) or self._rows(holding, names.translated(digest, holding))
+            digest: self._wants.get(digest) or self._rows(holding, names.translated(holding))
             for digest, holding in sorted(wanted.items())
         }
         names.check()
@@ -109,7 +109,7 @@ class Grouper:
             rows[rank] = self._rows(holding, names)
         if differing:
             raise ManifestMismatch(
-                f"trainer ranks differ: {_some([_by_rank(name, held) for name in sorted(differing)])}",
+                f"trainer ranks differ: {some([_by_rank(name, held) for name in sorted(differing)])}",
                 hint="every rank names a tensor with its whole shape, its dtype on the wire and the same ties",
             )
         self._holders = _Chains()
@@ -176,7 +176,7 @@ class _Names:
         self._differing: dict[str, None] = {}
         self._untied: dict[str, None] = {}
 
-    def translated(self, digest: str, holding: Holding) -> list[str]:
+    def translated(self, holding: Holding) -> list[str]:
         """The trainer's tensor for each tensor of a wanted holding, so that a payload has one name."""
         _check_own(holding)
         roots = [spec.alias_of or spec.name for spec in holding.tensors]
@@ -188,7 +188,7 @@ class _Names:
                 lacking.add(root)
                 continue
             if known.shape != spec.shape or known.dtype != spec.dtype:
-                self._differing[f"'{spec.name}' {_kind(known)} -> {_kind(spec)} of {digest[:12]}"] = None
+                self._differing[f"'{spec.name}' {_kind(known)} -> {_kind(spec)}"] = None
             name = known.alias_of or known.name
             if theirs.setdefault(root, name) != name:
                 self._untied[f"'{theirs[root]}' = '{name}'"] = None
@@ -200,7 +200,7 @@ class _Names:
 
     def check(self) -> None:
         faults = [
-            f"{problem}: {_some(list(names))}"
+            f"{problem}: {some(list(names))}"
             for problem, names in (
                 ("wanted, but held by no trainer rank", self._lacking),
                 ("tensors differ (trainer -> wanted)", self._differing),
@@ -218,7 +218,7 @@ def _by_rank(name: str, held: Mapping[int, Holding]) -> str:
         for spec in holding.tensors:
             if spec.name == name:
                 ranks.setdefault(_kind(spec), []).append(str(rank))
-    return f"'{name}' is " + " and ".join(f"{kind} on rank {_some(on)}" for kind, on in ranks.items())
+    return f"'{name}' is " + " and ".join(f"{kind} on rank {some(on)}" for kind, on in ranks.items())
 
 
 def _kind(spec: TensorSpec) -> str:
@@ -230,7 +230,7 @@ def _check_own(holding: Holding) -> None:
     names = {spec.name: spec for spec in holding.tensors}
     if len(names) < len(holding.tensors):
         twice = [name for name, count in Counter(spec.name for spec in holding.tensors).items() if count > 1]
-        raise ManifestMismatch(f"a holding names tensors twice: {_some(twice)}")
+        raise ManifestMismatch(f"a holding names tensors twice: {some(twice)}")
     for spec in holding.tensors:
         if not spec.alias_of:
             continue
@@ -242,7 +242,8 @@ def _check_own(holding: Holding) -> None:
             )
 
 
-def _some(names: Iterable[str], most: int = 10) -> str:
+def some(names: Iterable[str], most: int = 10) -> str:
+    """The first of them, and how many more there are."""
     listed = list(names)
     rest = f" and {len(listed) - most} more" if len(listed) > most else ""
     return ", ".join(listed[:most]) + rest

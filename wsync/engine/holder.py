@@ -56,12 +56,17 @@ class _Member:
     member_id: str
     incarnation: str
     committed_version: int = 0
+    committed_uid: int = 0
+    published: int = 0
     lane_nbytes: int = 0
     shard: protocol.ShardReport | None = None
     leases: list[HeldSlot] = field(default_factory=list)
 
     def report(self) -> protocol.ReplicaReport:
-        return protocol.ReplicaReport(self.member_id, self.incarnation, self.committed_version)
+        return protocol.ReplicaReport(self.member_id, self.incarnation, self.committed_version, self.committed_uid)
+
+    def trainer_report(self) -> protocol.TrainerReport:
+        return protocol.TrainerReport(self.member_id, self.incarnation, self.published)
 
 
 @dataclass(eq=False)
@@ -85,7 +90,7 @@ class _Channel:
             channel=self.name,
             highest_version=self.staging.highest,
             manifests=tuple(self.manifests.values()),
-            trainer=protocol.TrainerReport(trainer.member_id, trainer.incarnation) if trainer else None,
+            trainer=trainer.trainer_report() if trainer else None,
             replicas=tuple(member.report() for member in self.replicas),
             slots=tuple(held.report() for held in self.staging.slots if held.is_filled),
             shards=tuple(member.shard for member in self.shards if member.shard is not None),
@@ -238,7 +243,7 @@ class Holder:
         channel = member.channel
         register: Message = protocol.RegisterReplica(channel.name, member.report())
         if isinstance(message, protocol.AttachTrainer):
-            report = protocol.TrainerReport(message.member_id, message.incarnation)
+            report = member.trainer_report()
             register = protocol.RegisterTrainer(channel.name, report, message.manifest, message.last_version)
         reply = await self._upstream.call(register, timeout_s=self.config.join_timeout_s)
         assert isinstance(reply, Attached)
@@ -297,7 +302,9 @@ class Holder:
                 if member.channel.trainer is not member:
                     raise PublishError(f"{member.member_id} is not the trainer of '{member.channel.name}'")
                 digest = next(reversed(member.channel.manifests))
-                return await member.channel.origin.reserve(member.incarnation, digest, member.lane_nbytes, message)
+                reserved = await member.channel.origin.reserve(member.incarnation, digest, member.lane_nbytes, message)
+                member.published = max(member.published, reserved.version)
+                return reserved
             case protocol.FetchSlot(slot_id):
                 return self._hand_over(member, slot_id)
             case protocol.PackedTo(version, nbytes):
@@ -308,8 +315,8 @@ class Holder:
                 return await self._lease(member, message)
             case protocol.ReleaseVersion():
                 self._release(member, message)
-            case protocol.HashRanges(version, ranges):
-                return await self._hash_ranges(member.channel, version, ranges)
+            case protocol.HashRanges(version, uid, ranges):
+                return await self._hash_ranges(member.channel, version, uid, ranges)
             case protocol.AwaitVersion(timeout_s=timeout_s):
                 return await self._upstream.call(message, timeout_s=timeout_s + 2.0)
             case protocol.AwaitLanes(timeout_s=timeout_s) | protocol.AwaitRound(timeout_s=timeout_s):
@@ -344,34 +351,44 @@ class Holder:
         deadline = asyncio.get_running_loop().time() + wish.timeout_s
         while True:
             held = staging.newest(wish.min_version, wish.max_version)
+            if held is None and wish.also_version:
+                held = staging.newest(wish.also_version, wish.also_version)
+                held = held if held is not None and held.uid != wish.but_uid else None
             if held is not None:
                 break
             if wish.timeout_s <= 0 or not await staging.changes.wait(deadline):
-                return protocol.VersionLeased(0, 0, 0, "", tuple(staging.whole_versions()))
+                return protocol.VersionLeased(0, 0, 0, 0, "", tuple(staging.whole_versions()))
         if member not in self._members:
             raise StaleView("this member has left")
         staging.lease(held, member.member_id)
         member.leases.append(held)
         kept = tuple(staging.whole_versions())
-        return protocol.VersionLeased(held.version, held.step, held.slot_id, held.manifest_digest, kept)
+        return protocol.VersionLeased(held.version, held.uid, held.step, held.slot_id, held.manifest_digest, kept)
 
     def _release(self, member: _Member, message: protocol.ReleaseVersion) -> None:
         for held in member.leases:
-            if held.version == message.version:
+            if (held.version, held.uid) == (message.version, message.uid):
                 member.leases.remove(held)
                 member.channel.staging.release(held, member.member_id)
                 break
         if message.is_committed:
-            member.committed_version = message.version
+            member.committed_version, member.committed_uid = message.version, message.uid
         if message.is_committed or message.error:
             self._upstream.tell(
                 protocol.Committed(
-                    member.channel.name, member.member_id, message.version, message.pause_s, message.error
+                    member.channel.name,
+                    member.member_id,
+                    message.version,
+                    message.uid,
+                    message.pause_s,
+                    message.error,
                 )
             )
 
-    async def _hash_ranges(self, channel: _Channel, version: int, ranges: Sequence[tuple[int, int]]) -> Message:
-        held = channel.staging.find(version)
+    async def _hash_ranges(
+        self, channel: _Channel, version: int, uid: int, ranges: Sequence[tuple[int, int]]
+    ) -> Message:
+        held = channel.staging.find(version, uid)
         if held is None or held.phase is not SlotPhase.WHOLE:
             raise ChannelError(
                 f"version {version} of '{channel.name}' is not on this host any more",
@@ -434,15 +451,15 @@ class Holder:
                 staging.highest = max(staging.highest, version)
             case protocol.Prepare(name, nbytes):
                 self._services.spawn(self._provide(self._channel(name), nbytes))
-            case protocol.Seal(name, version, digests):
-                self._channel(name).receiver.seal(version, digests)
-            case protocol.Abort(name, version, reason):
+            case protocol.Seal(name, version, uid, digests):
+                self._channel(name).receiver.seal(version, uid, digests)
+            case protocol.Abort(name, version, uid, reason):
                 logger.info("version %d of '%s' is dropped: %s", version, name, reason)
-                held = self._channel(name).staging.find(version)
-                if not self._channel(name).receiver.abort(version) and held is not None:
+                held = self._channel(name).staging.find(version, uid)
+                if not self._channel(name).receiver.abort(version, uid) and held is not None:
                     self._channel(name).origin.abort(held)
-            case protocol.Flight(name, version, is_flying):
-                held = self._channel(name).staging.find(version)
+            case protocol.Flight(name, version, uid, is_flying):
+                held = self._channel(name).staging.find(version, uid)
                 if held is not None:
                     held.is_flying, held.has_flown = is_flying, True
                     self._channel(name).staging.changes.wake()
@@ -450,10 +467,10 @@ class Holder:
                 if name in self._channels:
                     self._channels[name].is_retired = True
                     self._services.spawn(self._retire(self._channels[name]))
-            case protocol.AskHave(name, version):
-                held = self._channel(name).staging.find(version)
+            case protocol.AskHave(name, version, uid):
+                held = self._channel(name).staging.find(version, uid)
                 ready = bytes(held.slot.ready) if held is not None else b""
-                self._upstream.tell(protocol.Have(name, version, ready))
+                self._upstream.tell(protocol.Have(name, version, uid, ready))
             case _:
                 raise StaleView(f"a coordinator does not send {type(message).__name__}")
         return None

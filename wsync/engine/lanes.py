@@ -21,7 +21,7 @@ import xxhash
 
 from wsync.engine.groups import Agreement, Group, Grouper, Layout
 from wsync.engine.overlap import Finder, Overlap, overlaps
-from wsync.errors import PlanError
+from wsync.errors import ErrorContext, PlanError
 from wsync.holding import Holding, Piece, Place, Region
 from wsync.manifest import ITEMSIZE, Manifest, TensorSpec
 
@@ -182,9 +182,10 @@ class _Builder:
                 receivers = tuple(digests[index] for index in overlap.receivers)
                 if not overlap.sources:
                     raise PlanError(
-                        f"no trainer rank holds '{group.tensors[0]}'{overlap.region}, which holding "
-                        f"{receivers[0][:12]} wants" + _others(group.tensors),
+                        f"no trainer rank holds '{group.tensors[0]}'{overlap.region}, which is wanted"
+                        + _others(group.tensors),
                         hint="see which ranks should hold it; the ranks' shards together must cover the tensor",
+                        context=ErrorContext(phase="plan", peers=tuple(f"holding {d[:12]}" for d in receivers)),
                     )
                 if len(overlap.sources) == 1:
                     self._add(overlap.sources[0], receivers, group, overlap.region, group.tensors)

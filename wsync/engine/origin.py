@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 from dataclasses import dataclass, field
 
 from wsync.engine import protocol
@@ -63,9 +64,11 @@ class Origin:
         version = wish.version or staging.highest + 1
         if version <= staging.highest:
             raise self._too_old(version)
+        uid = wish.uid or secrets.randbits(63)
         unsent = {held.version for held in staging.slots if held.is_unsent}
         held = await staging.take(
             version,
+            uid,
             nbytes,
             self._services.config.chunk_nbytes,
             SlotPhase.PACKING,
@@ -85,6 +88,7 @@ class Origin:
                 channel=staging.channel,
                 incarnation=incarnation,
                 version=version,
+                uid=uid,
                 step=wish.step,
                 nbytes=held.slot.nbytes,
                 chunk_nbytes=held.slot.chunk_nbytes,
@@ -140,31 +144,38 @@ class Origin:
                 done = upto
         except Exception as exc:
             logger.exception("version %d of '%s' could not be digested", held.version, self._staging.channel)
-            self._services.tell(protocol.Abandon(self._staging.channel, held.version, f"digesting failed: {exc}"))
+            self._services.tell(
+                protocol.Abandon(self._staging.channel, held.version, held.uid, f"digesting failed: {exc}")
+            )
             raise
         finally:
             self._packings.pop(held.version, None)
         if not packing.is_dropped:
             self._staging.complete(held)
-            self._services.tell(protocol.Sealed(self._staging.channel, held.version, tuple(held.slot.digests)))
+            self._services.tell(
+                protocol.Sealed(self._staging.channel, held.version, held.uid, tuple(held.slot.digests))
+            )
 
     def drop_unpacked(self, reason: str) -> None:
         """A half-packed version ends, when its trainer has left or publishes anew; a packed one stays."""
         for packing in list(self._packings.values()):
             if not packing.is_packed and not packing.is_dropped:
-                self._services.tell(protocol.Abandon(self._staging.channel, packing.held.version, reason))
-                self.abort(packing.held)
+                held = packing.held
+                self._services.tell(protocol.Abandon(self._staging.channel, held.version, held.uid, reason))
+                self.abort(held)
 
     def abort(self, held: HeldSlot) -> None:
-        """Drop a version of ours, unless somebody is installing it."""
+        """Drop a version that is here; who is installing it goes on."""
         packing = self._packings.get(held.version)
         if packing is not None:
             packing.is_dropped = True
             packing.grown.set()
         digesting = packing.digesting if packing is not None else None
-        self._services.spawn(self._discard(held, held.version, digesting))
+        if held.phase is SlotPhase.WHOLE:
+            held.phase = SlotPhase.BLOCKED  # from now on, whenever it is emptied
+        self._services.spawn(self._discard(held, held.version, held.uid, digesting))
 
-    async def _discard(self, held: HeldSlot, version: int, digesting: asyncio.Task[None] | None) -> None:
+    async def _discard(self, held: HeldSlot, version: int, uid: int, digesting: asyncio.Task[None] | None) -> None:
         if digesting is not None:  # it still writes digests into the slot
             await asyncio.wait([digesting])
-        await self._staging.discard(held, version)
+        await self._staging.discard(held, version, uid)

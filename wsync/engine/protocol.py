@@ -4,6 +4,9 @@ A frame is ``length u32, number of descriptors u8`` (little endian) and a msgpac
 an id is a request or the reply to it; id 0 is a notice. Nothing is ever pickled. Members speak with their host's
 holder over its unix socket, holders with the coordinator over tcp; both use these frames.
 
+A version has a number, and a uid: two runs of a job that know nothing of each other may give one number twice, and
+their bytes must not meet. Whatever speaks of a version's bytes names both.
+
 One update, message by message:
 
     trainer -> holder        ReserveSlot, PackedTo ..., Packed
@@ -25,7 +28,7 @@ from wsync.engine.lanes import ShardLane
 from wsync.errors import ErrorRecord, WsyncError
 from wsync.holding import Holding
 from wsync.manifest import Manifest
-from wsync.status import VersionStatus
+from wsync.status import ReplicaStatus, VersionStatus
 
 HEADER = struct.Struct("<IB")
 MAX_FRAME_NBYTES = 256 << 20
@@ -63,6 +66,7 @@ class AttachReplica(Message, frozen=True):
     member_id: str
     incarnation: str
     last_version: int
+    last_uid: int
 
 
 class Attached(Message, frozen=True):
@@ -73,12 +77,13 @@ class Attached(Message, frozen=True):
 
 
 class ReserveSlot(Message, frozen=True):
-    """`version` is the number that it must get, when others share it; 0: the next one."""
+    """`version` and `uid` are what it must get, when others share them; 0: the next number, and a new uid."""
 
     step: int
     on_busy: OnBusy
     timeout_s: float
     version: int = 0
+    uid: int = 0
 
 
 class SlotReserved(Message, frozen=True):
@@ -106,17 +111,22 @@ class Packed(Message, frozen=True):
 
 
 class LeaseVersion(Message, frozen=True):
-    """The newest whole version in ``[min_version, max_version]`` (0: no end); waits for one until the time-out."""
+    """The newest whole version in ``[min_version, max_version]`` (0: no end), or else `also_version` (0: none) if its
+    uid is not `but_uid`. Waits for one until the time-out.
+    """
 
     min_version: int
     max_version: int
     timeout_s: float
+    also_version: int = 0
+    but_uid: int = 0
 
 
 class VersionLeased(Message, frozen=True):
     """`version` 0: there is none; `kept` lists the whole versions of this host."""
 
     version: int
+    uid: int
     step: int
     slot_id: int
     manifest_digest: str
@@ -127,6 +137,7 @@ class ReleaseVersion(Message, frozen=True):
     """Give a lease back. `error` names why the version was not committed."""
 
     version: int
+    uid: int
     is_committed: bool
     pause_s: float
     error: str
@@ -136,6 +147,7 @@ class HashRanges(Message, frozen=True):
     """xxh3-64 of ranges ``(offset, nbytes)`` of a whole version in this host's slot."""
 
     version: int
+    uid: int
     ranges: tuple[tuple[int, int], ...]
 
 
@@ -190,12 +202,16 @@ class AwaitLanes(Message, frozen=True):
 
 
 class LanesPlanned(Message, frozen=True):
-    """`mine` are the member's lanes, `all_lanes` are (lane id, source rank). `missing_ranks` must join first."""
+    """`mine` are the member's lanes, `all_lanes` are (lane id, source rank). `missing_ranks` must join first.
+
+    `late_for` is the newest version if it was published before the plan had all of these lanes; 0 otherwise.
+    """
 
     plan_id: str
     mine: tuple[ShardLane, ...]
     all_lanes: tuple[tuple[str, int], ...]
     missing_ranks: tuple[int, ...]
+    late_for: int = 0
 
 
 class OpenRound(Message, frozen=True):
@@ -213,8 +229,14 @@ class OpenRound(Message, frozen=True):
 
 
 class RoundOpened(Message, frozen=True):
+    """`version` 0: by the time-out `missing_ranks` had not come, or (if none is missing) a new coordinator was still
+    waiting for the holders.
+    """
+
     version: int
+    uid: int
     plan_id: str
+    missing_ranks: tuple[int, ...] = ()
 
 
 class AwaitRound(Message, frozen=True):
@@ -226,11 +248,17 @@ class AwaitRound(Message, frozen=True):
 
 
 class RoundReport(Message, frozen=True):
-    """`deserted` are lanes whose workers have all left."""
+    """`deserted` are lanes whose workers have all left. `left` and `lost` name the last worker of each kind of which
+    none lives: it has left itself, or was lost with its holder and may come back. `workers` are the living ones:
+    FAILED if they were refused, else JOINING, whatever the lanes know.
+    """
 
     missing_ranks: tuple[int, ...]
     error: str
     deserted: tuple[str, ...]
+    workers: tuple[ReplicaStatus, ...] = ()
+    left: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
 
 
 # --- member or holder -> coordinator (holders pass it on)
@@ -262,20 +290,25 @@ class ManifestFound(Message, frozen=True):
 
 # --- holder -> coordinator
 class TrainerReport(msgspec.Struct, frozen=True):
+    """`published` is the newest version that it has published through this holder, 0 for none."""
+
     member_id: str
     incarnation: str
+    published: int = 0
 
 
 class ReplicaReport(msgspec.Struct, frozen=True):
     member_id: str
     incarnation: str
     committed_version: int
+    committed_uid: int
 
 
 class SlotReport(msgspec.Struct, frozen=True):
     """A version that a holder has or receives. `digests` are known to its origin and to whom it is sealed."""
 
     version: int
+    uid: int
     step: int
     nbytes: int
     chunk_nbytes: int
@@ -337,6 +370,7 @@ class Announce(Message, frozen=True):
     channel: str
     incarnation: str
     version: int
+    uid: int
     step: int
     nbytes: int
     chunk_nbytes: int
@@ -348,18 +382,21 @@ class Announce(Message, frozen=True):
 class Abandon(Message, frozen=True):
     channel: str
     version: int
+    uid: int
     reason: str
 
 
 class Sealed(Message, frozen=True):
     channel: str
     version: int
+    uid: int
     digests: tuple[int, ...]
 
 
 class Staged(Message, frozen=True):
     channel: str
     version: int
+    uid: int
     nbytes_received: int
     transfer_s: float
 
@@ -375,6 +412,7 @@ class Adopted(Message, frozen=True):
 class PullFailed(Message, frozen=True):
     channel: str
     version: int
+    uid: int
     error: str
 
 
@@ -382,6 +420,7 @@ class Committed(Message, frozen=True):
     channel: str
     member_id: str
     version: int
+    uid: int
     pause_s: float
     error: str
 
@@ -391,6 +430,7 @@ class Have(Message, frozen=True):
 
     channel: str
     version: int
+    uid: int
     ready: bytes
 
 
@@ -409,6 +449,7 @@ class Pull(Message, frozen=True):
 
     channel: str
     version: int
+    uid: int
     step: int
     nbytes: int
     chunk_nbytes: int
@@ -436,14 +477,16 @@ class Known(Message, frozen=True):
 class Seal(Message, frozen=True):
     channel: str
     version: int
+    uid: int
     digests: tuple[int, ...]
 
 
 class Abort(Message, frozen=True):
-    """Drop a version that is not whole; a holder that has it whole keeps it."""
+    """Nobody gets this version any more. Its slot is free as soon as those who install it are done."""
 
     channel: str
     version: int
+    uid: int
     reason: str
 
 
@@ -452,6 +495,7 @@ class Flight(Message, frozen=True):
 
     channel: str
     version: int
+    uid: int
     is_flying: bool
 
 
@@ -464,6 +508,7 @@ class Retire(Message, frozen=True):
 class AskHave(Message, frozen=True):
     channel: str
     version: int
+    uid: int
 
 
 def _concrete(kind: type[Message]) -> list[type[Message]]:

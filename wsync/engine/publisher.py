@@ -70,7 +70,8 @@ class Publisher(Closing):
         self._lane = lane_of(self._manifest)
         self._incarnation = secrets.token_hex(8)
         self._last_version = 0
-        self._steps: dict[int, int] = {}
+        self._sent: dict[int, tuple[int, int]] = {}
+        """Step and uid of the last versions."""
         self._lock = threading.Lock()
         self._is_closed = False
         self._link = Link(
@@ -93,20 +94,20 @@ class Publisher(Closing):
         self._last_version = max(self._last_version, reply.highest_version)
 
     def _hand_back(self, slot: Slot) -> Message | None:
-        if slot.version not in self._steps:
-            return None
-        return protocol.HandBack(self.channel, self._steps[slot.version], self._manifest)
+        step, uid = self._sent.get(slot.version, (0, 0))
+        return protocol.HandBack(self.channel, step, self._manifest) if uid and uid == slot.uid else None
 
     @property
     def last_version(self) -> int:
         """The newest version of the channel that this publisher knows of; 0 before the first."""
         return self._last_version
 
-    def publish(self, step: int, *, timeout_s: float = 60.0, version: int = 0) -> Publication:
+    def publish(self, step: int, *, timeout_s: float = 60.0, version: int = 0, uid: int = 0) -> Publication:
         """Snapshot the live tensors as the next version. When this returns, training may change them.
 
-        `step` is a label of yours, an integer that travels with the version. `version` is its number, where that is
-        agreed with others (it must be newer than all before); by default the next one.
+        `step` is a label of yours, an integer that travels with the version. Where others share the version, `version`
+        is its number (newer than all before; by default the next one) and `uid` what tells it from another of the same
+        number (by default a new one).
 
         The bytes are then in a slot of this host's holder, which digests and sends them. A holder that dies meanwhile
         is replaced and the snapshot is taken again. Raises ManifestMismatch when the tensors are not those of the
@@ -136,25 +137,26 @@ class Publisher(Closing):
                 holder = self._link.pin(timeout_s=max(0.1, deadline - time.monotonic()))
                 try:
                     left = max(0.0, deadline - time.monotonic())
-                    version, nbytes = self._snapshot(holder, live, step, version, left)
+                    version, uid, nbytes = self._snapshot(holder, live, step, version, uid, left)
                     break
                 except (PeerLost, StaleView):
                     if time.monotonic() >= deadline or not holder.is_broken:
                         raise
             if version:
                 self._last_version = version
-                self._steps = {v: s for v, s in self._steps.items() if v > version - 8} | {version: step}
+                self._sent = {v: s for v, s in self._sent.items() if v > version - 8} | {version: (step, uid)}
             return Publication(self, version, step, time.monotonic() - started, nbytes)
 
     def _snapshot(
-        self, holder: Pinned, live: Tensors, step: int, wanted_version: int, timeout_s: float
-    ) -> tuple[int, int]:
-        wish = protocol.ReserveSlot(step, self._on_busy, timeout_s, wanted_version)
+        self, holder: Pinned, live: Tensors, step: int, wanted_version: int, wanted_uid: int, timeout_s: float
+    ) -> tuple[int, int, int]:
+        """Version (0: skipped), uid and bytes of what is packed now."""
+        wish = protocol.ReserveSlot(step, self._on_busy, timeout_s, wanted_version, wanted_uid)
         reply = holder.ask(wish, timeout_s=timeout_s)
         assert isinstance(reply, protocol.SlotReserved)
         version = reply.version
         if not version:
-            return 0, 0
+            return 0, 0, 0
         slot = holder.slot(reply.slot_id, timeout_s=10.0)
         if slot.version != version or slot.is_sealed:
             raise StaleView(
@@ -163,7 +165,7 @@ class Publisher(Closing):
             )
         live.pack(slot, self._lane, lambda nbytes: holder.tell(protocol.PackedTo(version, nbytes)))
         holder.ask(protocol.Packed(version), timeout_s=10.0)
-        return version, self._lane.nbytes
+        return version, slot.uid, self._lane.nbytes
 
     def _check_unchanged(self, manifest: Manifest) -> None:
         if manifest == self._manifest:
@@ -189,7 +191,8 @@ class Publisher(Closing):
         """xxh3-64 of every tensor of a version that this host still has, by name, as `Replica.digests` gives."""
         lane = self._lane
         ranges = tuple((place.offset, place.nbytes) for place in lane.placements)
-        reply = self._link.ask(protocol.HashRanges(version, ranges), timeout_s=60.0)
+        _, uid = self._sent.get(version, (0, 0))
+        reply = self._link.ask(protocol.HashRanges(version, uid, ranges), timeout_s=60.0)
         assert isinstance(reply, protocol.RangeHashes)
         return {place.name: value for place, value in zip(lane.placements, reply.hashes, strict=True)}
 
@@ -225,6 +228,11 @@ class Publication:
     def __init__(self, publisher: Publisher, version: int, step: int, pause_s: float, nbytes: int) -> None:
         self.version, self.step, self.pause_s, self.nbytes = version, step, pause_s, nbytes
         self._publisher = publisher
+
+    def __repr__(self) -> str:
+        return (
+            f"Publication(version={self.version}, step={self.step}, nbytes={self.nbytes}, pause_s={self.pause_s:.3g})"
+        )
 
     @property
     def is_skipped(self) -> bool:

@@ -56,13 +56,13 @@ class Receiver:
         """Begin to fetch a version, or go on with other sources."""
         staging = self._staging
         staging.highest = max(staging.highest, order.version)
-        held = staging.find(order.version)
+        held = staging.find(order.version, order.uid)
         if held is not None and held.phase is SlotPhase.WHOLE:
-            self._services.tell(protocol.Staged(order.channel, order.version, 0, 0.0))
+            self._services.tell(protocol.Staged(order.channel, order.version, order.uid, 0, 0.0))
             return
-        pull = self._pulls.get(order.version)
+        pull = self._find(order.version, order.uid)
         if pull is None:
-            for older in [version for version in self._pulls if version < order.version]:
+            for older in [version for version in self._pulls if version <= order.version]:
                 self._pulls.pop(older).cancel()  # one version at a time: the coordinator has moved on
             pull = self._pulls[order.version] = _Pull(order)
             pull.task = self._services.spawn(self._run(pull))
@@ -71,23 +71,28 @@ class Receiver:
             pull.digests = order.digests
         pull.update()
 
-    def seal(self, version: int, digests: Sequence[int]) -> None:
-        """What the chunks of a version must hash to."""
+    def _find(self, version: int, uid: int) -> _Pull | None:
         pull = self._pulls.get(version)
+        return pull if pull is not None and pull.order.uid == uid else None
+
+    def seal(self, version: int, uid: int, digests: Sequence[int]) -> None:
+        """What the chunks of a version must hash to."""
+        pull = self._find(version, uid)
         if pull is not None:
             pull.digests = digests
             pull.update()
 
-    def abort(self, version: int) -> bool:
+    def abort(self, version: int, uid: int) -> bool:
         """Drop a transfer. False when there is none."""
-        pull = self._pulls.pop(version, None)
-        if pull is not None:
-            pull.cancel()
-        return pull is not None
+        pull = self._find(version, uid)
+        if pull is None:
+            return False
+        self._pulls.pop(version).cancel()
+        return True
 
     def abort_all(self) -> None:
-        for version in list(self._pulls):
-            self.abort(version)
+        for version, pull in list(self._pulls.items()):
+            self.abort(version, pull.order.uid)
 
     async def _run(self, pull: _Pull) -> None:
         order, started = pull.order, time.monotonic()
@@ -95,6 +100,7 @@ class Receiver:
         try:
             held = await self._staging.take(
                 order.version,
+                order.uid,
                 order.nbytes,
                 order.chunk_nbytes,
                 SlotPhase.PULLING,
@@ -103,7 +109,7 @@ class Receiver:
             self._staging.begin(held, order.step, order.manifest_digest)
             pull.lane_pull = LanePull(
                 held.slot,
-                self._staging.key(order.version),
+                self._staging.key(order.version, order.uid),
                 peers=self._peers,
                 on_hop_failed=lambda source, error: logger.info(
                     "version %d of '%s': %s failed: %s", order.version, order.channel, source, error
@@ -114,19 +120,20 @@ class Receiver:
             await self._fetch_manifest(order.manifest_digest)
             self._staging.complete(held)
             took_s = time.monotonic() - started
-            self._services.tell(protocol.Staged(order.channel, order.version, pull.lane_pull.nbytes_received, took_s))
+            nbytes = pull.lane_pull.nbytes_received
+            self._services.tell(protocol.Staged(order.channel, order.version, order.uid, nbytes, took_s))
         except asyncio.CancelledError:
-            await asyncio.shield(self._give_up(order.version, held))
+            await asyncio.shield(self._give_up(order, held))
             raise
         except Exception as exc:
             if not isinstance(exc, WsyncError):
                 logger.exception("version %d of '%s' could not be fetched", order.version, order.channel)
-            self._services.tell(protocol.PullFailed(order.channel, order.version, str(exc)))
-            await self._give_up(order.version, held)
+            self._services.tell(protocol.PullFailed(order.channel, order.version, order.uid, str(exc)))
+            await self._give_up(order, held)
         finally:
             if self._pulls.get(order.version) is pull:
                 del self._pulls[order.version]
 
-    async def _give_up(self, version: int, held: HeldSlot | None) -> None:
+    async def _give_up(self, order: protocol.Pull, held: HeldSlot | None) -> None:
         if held is not None and held.phase is SlotPhase.PULLING:
-            await self._staging.discard(held, version)
+            await self._staging.discard(held, order.version, order.uid)

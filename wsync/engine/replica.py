@@ -74,10 +74,13 @@ class Replica(Closing):
         self.member_id = member_id or default_member_id("replica")
         self._target, self._names = target, tuple(names) if names is not None else None
         self._incarnation = secrets.token_hex(8)
-        self._version, self._floor = 0, 0
+        self._version, self._uid, self._floor = 0, 0, 0
         self._is_torn = False
+        """Not every tensor has the version. Changed by commits only, under the lock."""
+        self._has_moved = False
+        """The tensors were seen elsewhere than where the version was written. A commit forgets it before it looks."""
         self._is_closed = False
-        self._steps: dict[int, tuple[int, str]] = {}
+        self._installed: dict[int, protocol.VersionLeased] = {}
         self._manifests: dict[str, Manifest] = {}
         self._agreed: tuple[str, Manifest, Lane] | None = None
         self._lock = threading.RLock()
@@ -87,7 +90,7 @@ class Replica(Closing):
             raise ConfigError("auto_commit needs an nn.Module, whose forward passes are its step boundaries")
         self._link = Link(
             lambda timeout_s: find_holder(self.config, timeout_s),
-            lambda: protocol.AttachReplica(self.channel, self.member_id, self._incarnation, self._version),
+            lambda: protocol.AttachReplica(self.channel, self.member_id, self._incarnation, self._version, self._uid),
             is_writer=False,
             join_timeout_s=self.config.join_timeout_s,
         )
@@ -109,11 +112,11 @@ class Replica(Closing):
             self._manifests = {reply.manifest.digest(): reply.manifest}
 
     def _hand_back(self, slot: Slot) -> Message | None:
-        if slot.version not in self._steps:
+        leased = self._installed.get(slot.version)
+        if leased is None or leased.uid != slot.uid:
             return None
-        step, manifest_digest = self._steps[slot.version]
-        manifest = self._manifests.get(manifest_digest)
-        return protocol.HandBack(self.channel, step, manifest) if manifest is not None else None
+        manifest = self._manifests.get(leased.manifest_digest)
+        return protocol.HandBack(self.channel, leased.step, manifest) if manifest is not None else None
 
     @property
     def version(self) -> int:
@@ -123,15 +126,16 @@ class Replica(Closing):
     @property
     def is_ready(self) -> bool:
         """Whether the replica may serve: it has committed a version, the last commit did not fail half-way, and the
-        live tensors are still in the memory that it was written to. Weights that were released are not.
+        live tensors are still in the memory that it was written to. Weights that were released are not. May be asked
+        from any thread; never waits.
         """
-        self._look()
-        return self._version > 0 and not self._is_torn
+        return self._version > 0 and not self._is_lost()
 
-    def _look(self) -> None:
-        """Tensors that lie elsewhere than before do not have the version: it is to be installed again."""
+    def _is_lost(self) -> bool:
+        """Whether the live tensors do not have the version, which is then to be installed again."""
         if not self._live.is_current(self._target):
-            self._is_torn = self._is_torn or self._version > 0
+            self._has_moved = True
+        return self._is_torn or self._has_moved
 
     def commit_latest(self) -> Commit | None:
         """Install the newest version that is staged on this host; None when there is nothing newer.
@@ -144,11 +148,9 @@ class Replica(Closing):
             self._link.rejoin_behind()
             return None
         try:
-            commit = self._commit(self._next_version(), 0, timeout_s=0.0, grace_s=LATEST_GRACE_S)
-            if commit is None and not self._is_torn:  # a commit looks for itself
-                self._look()
-                if self._is_torn:
-                    commit = self._commit(self._next_version(), 0, timeout_s=0.0, grace_s=LATEST_GRACE_S)
+            commit = self._commit(self._news(0.0), grace_s=LATEST_GRACE_S)
+            if commit is None and self._is_lost():  # a commit looks for itself
+                commit = self._commit(self._news(0.0), grace_s=LATEST_GRACE_S)
             return commit
         except (PeerLost, StaleView, TransferTimeout):
             return None
@@ -161,13 +163,12 @@ class Replica(Closing):
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            if self._version >= min_version:
-                self._look()
-            if self._version >= min_version and not self._is_torn:
-                return Commit(self._version, self._steps.get(self._version, (0, ""))[0], 0.0, 0)
-            left = max(0.0, deadline - time.monotonic())
+            version = self._version
+            if version >= min_version and not self._is_lost():
+                installed = self._installed.get(version)
+                return Commit(version, installed.step if installed is not None else 0, 0.0, 0)
             try:
-                commit = self._commit(max(self._next_version(), min_version), 0, timeout_s=left)
+                commit = self._commit(self._news(max(0.0, deadline - time.monotonic()), min_version))
             except (PeerLost, StaleView):
                 commit = None
             if commit is not None:
@@ -175,9 +176,17 @@ class Replica(Closing):
             if time.monotonic() >= deadline:
                 raise self._not_there(min_version, timeout_s)
 
-    def _next_version(self) -> int:
-        """The oldest version that is news. After a commit that failed half-way the present one is news too."""
-        return max(1, self._version) if self._is_torn else self._floor + 1
+    def _news(self, timeout_s: float, min_version: int = 1) -> protocol.LeaseVersion:
+        """The wish for a version that is news: newer than all so far, or of the present number if the tensors have lost
+        it, or if another run of the job gave it.
+        """
+        present = self._version if self._version >= min_version else 0
+        intact = 0 if self._is_torn or self._has_moved else self._uid
+        return protocol.LeaseVersion(max(self._floor + 1, min_version), 0, timeout_s, present, intact)
+
+    def _is_news(self, leased: protocol.VersionLeased) -> bool:
+        is_intact = leased.uid == self._uid and not (self._is_torn or self._has_moved)
+        return leased.version > self._floor or (leased.version == self._version and not is_intact)
 
     def _not_there(self, min_version: int, timeout_s: float) -> WsyncError:
         context = ErrorContext(channel=self.channel, version=min_version, phase="stage", elapsed_s=timeout_s)
@@ -216,7 +225,7 @@ class Replica(Closing):
             )
         with self._lock:
             newest = version or self._version - 1
-            commit = self._commit(version or 1, newest, timeout_s=0.0) if newest > 0 else None
+            commit = self._commit(protocol.LeaseVersion(version or 1, newest, 0.0)) if newest > 0 else None
         if commit is None:
             raise CommitError(
                 f"version {version or 'before ' + str(self._version)} is not kept on this host",
@@ -225,16 +234,14 @@ class Replica(Closing):
             )
         return commit
 
-    def _commit(
-        self, min_version: int, max_version: int, *, timeout_s: float, grace_s: float = GRACE_S
-    ) -> Commit | None:
-        held = self._lease(min_version, max_version, timeout_s=timeout_s, grace_s=grace_s)
+    def _commit(self, wish: protocol.LeaseVersion, *, grace_s: float = GRACE_S) -> Commit | None:
+        held = self._lease(wish, grace_s=grace_s)
         if held is None:
             return None
         holder, leased = held
         with self._lock:
-            if not max_version and leased.version < self._next_version():  # another thread was faster
-                self._release(holder, leased.version, is_committed=False, pause_s=0.0, error="")
+            if not wish.max_version and not self._is_news(leased):  # another thread was faster
+                self._release(holder, leased, is_committed=False, pause_s=0.0, error="")
                 return None
             try:
                 return self._install_and_release(holder, leased)
@@ -245,14 +252,13 @@ class Replica(Closing):
                 return commit
 
     def _lease(
-        self, min_version: int, max_version: int, *, timeout_s: float, grace_s: float = GRACE_S
+        self, wish: protocol.LeaseVersion, *, grace_s: float = GRACE_S
     ) -> tuple[Pinned, protocol.VersionLeased] | None:
-        """A lease on the newest whole version in the range, to be installed or released by the caller."""
+        """A lease on a whole version, to be installed or released by the caller."""
         if self._is_closed:
             raise CommitError(f"this replica of '{self.channel}' is closed", hint="create a new Replica")
-        wish = protocol.LeaseVersion(min_version, max_version, timeout_s)
-        holder = self._link.pin(timeout_s=timeout_s + grace_s)
-        leased = holder.ask(wish, timeout_s=timeout_s, grace_s=grace_s)
+        holder = self._link.pin(timeout_s=wish.timeout_s + grace_s)
+        leased = holder.ask(wish, timeout_s=wish.timeout_s, grace_s=grace_s)
         assert isinstance(leased, protocol.VersionLeased)
         return (holder, leased) if leased.version else None
 
@@ -262,9 +268,9 @@ class Replica(Closing):
         except PeerLost:
             raise
         except BaseException as exc:
-            self._release(holder, leased.version, is_committed=False, pause_s=0.0, error=str(exc))
+            self._release(holder, leased, is_committed=False, pause_s=0.0, error=str(exc))
             raise
-        self._release(holder, leased.version, is_committed=True, pause_s=commit.pause_s, error="")
+        self._release(holder, leased, is_committed=True, pause_s=commit.pause_s, error="")
         return commit
 
     def _reinstall(self, cause: CommitError) -> Commit | None:
@@ -273,7 +279,7 @@ class Replica(Closing):
         while (left := deadline - time.monotonic()) > 0:
             try:
                 holder = self._link.pin(timeout_s=left)
-                leased = holder.ask(protocol.LeaseVersion(self._next_version(), 0, left), timeout_s=left)
+                leased = holder.ask(self._news(left), timeout_s=left)
                 assert isinstance(leased, protocol.VersionLeased)
                 return self._install_and_release(holder, leased) if leased.version else None
             except (PeerLost, StaleView):
@@ -284,64 +290,73 @@ class Replica(Closing):
         return None
 
     def _install(self, holder: Pinned, leased: protocol.VersionLeased) -> Commit:
+        former, had_moved = self._live, self._has_moved
+        self._has_moved = False  # who sees them elsewhere from now on is right, whatever is written here
         live = self._current()
+        self._is_torn = self._is_torn or had_moved or live is not former
         lane = self._agree(leased.manifest_digest, live.manifest)
         slot = holder.slot(leased.slot_id, timeout_s=10.0)
-        self._check_slot(slot, leased.version)
+        self._check_slot(slot, leased)
         started = time.monotonic()
         self._is_torn = True  # until every tensor is written
         try:
             live.install(slot, lane)
             # A holder that died has forgotten our lease, and its successor may have given the slot to another version.
-            self._check_slot(slot, leased.version)
+            self._check_slot(slot, leased)
         except BaseException as exc:
-            self._restore(live, exc, leased.version)
+            self._restore(live, exc, leased)
             raise CommitError(
                 f"version {leased.version} could not be installed: {exc}",
                 hint="the former version is in place" if not self._is_torn else "commit another version before serving",
                 context=ErrorContext(channel=self.channel, version=leased.version, phase="commit"),
             ) from exc
-        self._is_torn = False
         pause_s = time.monotonic() - started
-        self._version = leased.version
+        self._installed[leased.version] = leased
+        self._installed = {v: it for v, it in self._installed.items() if v in leased.kept or v == leased.version}
+        self._version, self._uid = leased.version, leased.uid
         self._floor = max(self._floor, leased.version)
-        self._steps[leased.version] = (leased.step, leased.manifest_digest)
-        self._steps = {v: s for v, s in self._steps.items() if v in leased.kept or v == leased.version}
+        self._is_torn = False  # last: an interrupt before leaves a replica that is not ready
         return Commit(leased.version, leased.step, pause_s, lane.nbytes)
 
-    def _check_slot(self, slot: Slot, version: int) -> None:
-        if slot.version != version or not slot.is_sealed:
+    def _check_slot(self, slot: Slot, leased: protocol.VersionLeased) -> None:
+        if (slot.version, slot.uid) != (leased.version, leased.uid) or not slot.is_sealed:
             raise CommitError(
-                f"the slot of version {version} has gone to version {slot.version}",
-                context=ErrorContext(channel=self.channel, version=version, phase="commit"),
+                f"the slot of version {leased.version} has gone to version {slot.version}",
+                context=ErrorContext(channel=self.channel, version=leased.version, phase="commit"),
             )
 
     def _current(self) -> Tensors:
-        former = self._live
+        """The live tensors as they are now. Called under the lock."""
         try:
-            self._live = live_tensors(self._target, self._names, is_target=True, former=former)
+            self._live = live_tensors(self._target, self._names, is_target=True, former=self._live)
         except WsyncError:
-            self._is_torn = self._is_torn or self._version > 0
+            self._has_moved = True
             raise
-        self._is_torn = self._is_torn or (self._live is not former and self._version > 0)
         return self._live
 
-    def _restore(self, live: Tensors, cause: BaseException, failed_version: int) -> None:
+    def _look(self) -> Tensors:
+        """As `_current`, where nothing is installed into them."""
+        former, live = self._live, self._current()
+        self._has_moved = self._has_moved or live is not former
+        return live
+
+    def _restore(self, live: Tensors, cause: BaseException, failed: protocol.VersionLeased) -> None:
         """A commit failed half-way: put the former version back from its slot, if this host still has it."""
-        if not self._version or self._version == failed_version:
+        if not self._version or (self._version, self._uid) == (failed.version, failed.uid):
             return
         try:
             holder = self._link.pin(timeout_s=GRACE_S)
             leased = holder.ask(protocol.LeaseVersion(self._version, self._version, 0.0), timeout_s=0.0)
             assert isinstance(leased, protocol.VersionLeased)
-            if leased.version == self._version:
+            if (leased.version, leased.uid) == (self._version, self._uid):
                 lane = self._agree(leased.manifest_digest, live.manifest)  # of that version, which may lie otherwise
                 slot = holder.slot(leased.slot_id, timeout_s=10.0)
-                self._check_slot(slot, leased.version)
+                self._check_slot(slot, leased)
                 live.install(slot, lane)
-                self._check_slot(slot, leased.version)
+                self._check_slot(slot, leased)
                 self._is_torn = False
-                self._release(holder, leased.version, is_committed=False, pause_s=0.0, error="")
+            if leased.version:
+                self._release(holder, leased, is_committed=False, pause_s=0.0, error="")
         except Exception as exc:
             cause.add_note(f"the former version could not be restored either: {exc}")
 
@@ -361,15 +376,18 @@ class Replica(Closing):
         self._agreed = (manifest_digest, ours, lane)
         return lane
 
-    def _release(self, holder: Pinned, version: int, *, is_committed: bool, pause_s: float, error: str) -> None:
+    def _release(
+        self, holder: Pinned, leased: protocol.VersionLeased, *, is_committed: bool, pause_s: float, error: str
+    ) -> None:
         try:
-            holder.ask(protocol.ReleaseVersion(version, is_committed, pause_s, error), timeout_s=5.0)
+            holder.ask(protocol.ReleaseVersion(leased.version, leased.uid, is_committed, pause_s, error), timeout_s=5.0)
         except (PeerLost, TransferTimeout):
             pass  # the holder has gone and the lease with it; the next one learns our version when we attach
 
     def digests(self) -> dict[str, int]:
         """xxh3-64 of every live tensor's bytes in logical order, by name."""
-        live = self._current()
+        with self._lock:
+            live = self._look()
         return dict(zip((spec.name for spec in live.manifest.tensors), live.digests(), strict=True))
 
     def verify(self, *, timeout_s: float = 60.0) -> list[str]:
@@ -379,11 +397,12 @@ class Replica(Closing):
         ChannelError when the version is not on this host any more, TransferTimeout when its holder does not answer.
         """
         with self._lock:
-            live = self._current()
-            lane = self._agree(self._steps[self._version][1] if self._version else "", live.manifest)
+            live = self._look()
+            installed = self._installed.get(self._version)
+            lane = self._agree(installed.manifest_digest if installed is not None else "", live.manifest)
             places: Sequence[Placement] = lane.placements
             ranges = tuple((place.offset, place.nbytes) for place in places)
-            reply = self._link.ask(protocol.HashRanges(self._version, ranges), timeout_s=timeout_s)
+            reply = self._link.ask(protocol.HashRanges(self._version, self._uid, ranges), timeout_s=timeout_s)
             assert isinstance(reply, protocol.RangeHashes)
             return [
                 place.name

@@ -7,6 +7,7 @@ know nothing of layouts.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -18,10 +19,15 @@ from wsync.engine.lanes import Locator, ShardLane
 from wsync.engine.link import GRACE_S, Link
 from wsync.engine.protocol import Message
 from wsync.engine.session import find_holder
-from wsync.engine.tensors import copy_into, dtype_name, is_equal, is_released, memory_of, strided_view
-from wsync.errors import ConfigError, ErrorContext, ManifestMismatch, MembershipError, PeerLost
+from wsync.engine.tensors import check_arrays, copy_into, dtype_name, is_equal, is_released, memory_of, strided_view
+from wsync.errors import ConfigError, ErrorContext, ManifestMismatch, MembershipError, PeerLost, WsyncError
 from wsync.holding import Holding
 from wsync.manifest import TensorSpec
+
+logger = logging.getLogger("wsync")
+
+WARN_AFTER_S = 5.0
+"""A member that waits so long for trainer ranks says so in its log."""
 
 
 class ShardLink:
@@ -69,19 +75,37 @@ class ShardLink:
 
     def lanes(self, timeout_s: float, *, plan_id: str = "", grace_s: float = GRACE_S) -> protocol.LanesPlanned:
         """This member's lanes. Raises MembershipError naming the trainer ranks that have not joined by the time-out."""
-        reply = self.ask(
+        reply = self.ask_all(
             lambda left: protocol.AwaitLanes(self.channel, self.incarnation, plan_id, left),
             timeout_s=timeout_s,
             grace_s=grace_s,
         )
         assert isinstance(reply, protocol.LanesPlanned)
-        if reply.missing_ranks:
-            raise MembershipError(
-                f"trainer ranks {list(reply.missing_ranks)} of '{self.channel}' have not joined",
-                hint="every rank must create its publisher",
-                context=ErrorContext(channel=self.channel, phase="plan", elapsed_s=timeout_s),
-            )
         return reply
+
+    def ask_all(self, make: Callable[[float], Message], *, timeout_s: float, grace_s: float = GRACE_S) -> Message:
+        """As `ask`, of what every trainer rank must have joined for. Raises MembershipError naming the ranks that have
+        not by the time-out; one that is long names them in the log first.
+        """
+        deadline = time.monotonic() + timeout_s
+        patience_s = min(timeout_s, WARN_AFTER_S)
+        while True:
+            reply = self.ask(make, timeout_s=patience_s, grace_s=grace_s)
+            assert isinstance(reply, protocol.LanesPlanned | protocol.RoundOpened)
+            if reply.missing_ranks:
+                problem = f"trainer ranks {list(reply.missing_ranks)} of '{self.channel}' have not joined or have left"
+            elif isinstance(reply, protocol.RoundOpened) and not reply.version:
+                problem = f"the coordinator is new and waits for the holders that take part in '{self.channel}'"
+            else:
+                return reply
+            patience_s = deadline - time.monotonic()
+            if patience_s <= 0:
+                raise MembershipError(
+                    problem,
+                    hint="start them, or start all ranks anew with the number that there is",
+                    context=ErrorContext(channel=self.channel, phase="plan", elapsed_s=timeout_s),
+                )
+            logger.warning("%s: waiting for them, for %.0f s more", problem, patience_s)
 
     def close(self) -> None:
         self._link.close()
@@ -103,21 +127,36 @@ class Locals:
         self._memory: list[tuple[object, ...]] | None = None
         self.refresh()
 
-    def refresh(self) -> bool:
-        """Whether the memory is where it was. If not, all views are made anew, in the same dicts. Raises as the
-        constructor for locals that do not suit the holding any more.
+    def _given(self) -> Mapping[str, Any]:
+        return self._source() if callable(self._source) else self._source
+
+    def _memory_of(self, given: Mapping[str, Any]) -> list[tuple[object, ...]]:
+        return [memory_of(given.get(spec.name)) for spec in self._holding.locals]
+
+    def where(self) -> list[tuple[object, ...]] | None:
+        """Something that changes when the memory is another; None while the locals are not as they were described, as
+        in an engine that has finalized its weights.
         """
-        given = self._source() if callable(self._source) else self._source
-        tensors = [given.get(spec.name) for spec in self._holding.locals]
-        memory = list(map(memory_of, tensors))
+        try:
+            return self._memory_of(self._given())
+        except WsyncError:
+            return None
+
+    def refresh(self) -> None:
+        """Where the memory has changed all views are made anew, in the same dicts. Raises as the constructor for locals
+        that do not suit the holding any more.
+        """
+        given = self._given()
+        memory = self._memory_of(given)
         if memory == self._memory:
-            return True
+            return
         check_locals(self._holding, given)
-        self._tensors, self._memory = tensors, memory
+        self._memory = None  # until all views are there
+        self._tensors = [given.get(spec.name) for spec in self._holding.locals]
         for lane, fragments, further in self._lanes.values():
             _, found, further[:] = self._views(lane)
             fragments.update(found)
-        return False
+        self._memory = memory
 
     def _views(self, lane: ShardLane) -> LaneViews:
         found: dict[str, Any] = {}
@@ -130,7 +169,13 @@ class Locals:
 
     def views(self, lanes: Iterable[ShardLane]) -> dict[str, LaneViews]:
         """By lane id: the fragments as live views. Those that are followed already are the same dicts."""
+        _check_present(self._holding, self._tensors)
         return {lane.lane_id: self._lanes.get(lane.lane_id) or self._views(lane) for lane in lanes}
+
+    @property
+    def lanes(self) -> dict[str, ShardLane]:
+        """Those that are followed, by lane id."""
+        return {lane_id: lane for lane_id, (lane, _, _) in self._lanes.items()}
 
     def follow(self, views: Mapping[str, LaneViews]) -> None:
         """From now on keep these views up to date, and no others."""
@@ -153,7 +198,7 @@ class Locals:
 
 
 def check_locals(holding: Holding, locals_: Mapping[str, Any]) -> None:
-    """Raise unless every local of the holding is there, of its shape and dtype."""
+    """Raise ConfigError or ManifestMismatch unless every local of the holding is there, of its shape and dtype."""
     for spec in holding.locals:
         local = locals_.get(spec.name)
         if local is None:
@@ -164,6 +209,12 @@ def check_locals(holding: Holding, locals_: Mapping[str, Any]) -> None:
                 f"local '{spec.name}' is {dtype} {list(local.shape)}, its holding says {spec.dtype} {list(spec.shape)}",
                 hint="describe the tensors that there are",
             )
+    _check_present(holding, [locals_[spec.name] for spec in holding.locals])
+    check_arrays(holding, locals_)
+
+
+def _check_present(holding: Holding, tensors: Iterable[Any]) -> None:
+    for spec, local in zip(holding.locals, tensors, strict=True):
         if is_released(local):
             raise ManifestMismatch(
                 f"the memory of local '{spec.name}' has been released",

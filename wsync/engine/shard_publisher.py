@@ -6,12 +6,15 @@ Ranks speak with the coordinator, never with each other: no collective runs, and
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import msgspec
 
 from wsync.config import Config
 from wsync.engine import protocol
 from wsync.engine.link import Closing
+from wsync.engine.protocol import WaitPhase
 from wsync.engine.publisher import Publisher
 from wsync.engine.session import checked_channel, default_member_id
 from wsync.engine.shard_link import Locals, ShardLink
@@ -21,14 +24,19 @@ from wsync.errors import (
     CommitError,
     ConfigError,
     ErrorContext,
+    ManifestMismatch,
     MembershipError,
     PublishError,
     TransferTimeout,
+    WsyncError,
 )
 from wsync.holding import Holding
-from wsync.status import ReplicaPhase, VersionStatus
+from wsync.status import ReplicaPhase, VersionPhase, VersionStatus, merged_status
 
 _POLL_S = 0.02
+_SLICE_S = 0.5
+"""How long a wait asks for one lane before it looks whether that still has workers."""
+_REFUSED_HINT = "a worker's layout must suit what the trainer ranks hold: correct it, or close the worker"
 _GRACE_S = 2.5
 """For the holder's answer, which asks the coordinator."""
 
@@ -97,7 +105,7 @@ class ShardPublisher(Closing):
         if self._plan_id is None:
             self._follow(self._link.lanes(timeout_s))
         self._serial += 1
-        opened = self._link.ask(
+        opened = self._link.ask_all(
             lambda left: protocol.OpenRound(
                 self.channel, self.rank, self._link.incarnation, self._serial, step, self._plan_id or "", left
             ),
@@ -110,8 +118,19 @@ class ShardPublisher(Closing):
         nbytes = 0
         for publisher in self._publishers.values():
             left = max(0.0, deadline - time.monotonic())
-            nbytes += publisher.publish(step, timeout_s=left, version=opened.version).nbytes
+            try:
+                nbytes += publisher.publish(step, timeout_s=left, version=opened.version, uid=opened.uid).nbytes
+            except WsyncError as exc:
+                raise self._told(exc, publisher.channel) from exc
         return ShardPublication(self, opened.version, step, time.monotonic() - started, nbytes, self._all_lanes)
+
+    def _told(self, error: WsyncError, lane: str) -> WsyncError:
+        """A lane's error as one of the channel: users know nothing of lanes, nor of what a lane's publisher offers."""
+        hint = error.hint
+        if isinstance(error, TransferTimeout):
+            hint = "raise timeout_s; status() of the former publication names the workers that lack it"
+        context = msgspec.structs.replace(error.context, channel=self.channel)
+        return type(error)(f"rank {self.rank}: {error.problem.replace(lane, self.channel)}", hint=hint, context=context)
 
     def _follow(self, planned: protocol.LanesPlanned) -> None:
         """Have a publisher for each lane of the plan, and no other."""
@@ -155,19 +174,67 @@ class ShardPublication:
         self.version, self.step, self.pause_s, self.nbytes = version, step, pause_s, nbytes
         self._publisher, self._lanes = publisher, lanes
 
-    def wait_committed(self, timeout_s: float = 60.0) -> None:
+    def __repr__(self) -> str:
+        return (
+            f"ShardPublication(version={self.version}, step={self.step}, nbytes={self.nbytes}, "
+            f"pause_s={self.pause_s:.3g})"
+        )
+
+    def status(self) -> VersionStatus:
+        """What the coordinator knows of this version now, of the lanes of all ranks together.
+
+        A worker is as far as the lane that it has least of; one that was refused has failed, with the reason. `nbytes`
+        are those that all ranks send, each counted once however many receive it.
+        """
+        return self._status(self._round(0.0))
+
+    def wait_staged(self, timeout_s: float = 60.0) -> VersionStatus:
+        """Until every rank has published the version, and it is whole on the hosts of all workers. Raises as below."""
+        return self._wait("staged", timeout_s)
+
+    def wait_committed(self, timeout_s: float = 60.0) -> VersionStatus:
         """Until every rank has published the version, and every worker runs it or a newer one.
 
-        Raises PublishError when it was dropped, MembershipError naming the ranks that have not published it or when
-        there is no worker, TransferTimeout naming the workers that lack it, CommitError when one could not install it.
+        A worker whose layout is newer than the version is not waited for, nor are those that leave while others stay.
+        Raises PublishError when the version was dropped or aborted, MembershipError naming the ranks that have not
+        published it or when no worker is left, TransferTimeout naming the workers that lack it, CommitError when one
+        could not install it, ManifestMismatch (when the others have it) naming the workers that were refused, and why.
         """
-        deadline = time.monotonic() + timeout_s
-        link, channel = self._publisher._link, self._publisher.channel
-        context = ErrorContext(channel=channel, version=self.version, phase="committed")
-        report = link.ask(
-            lambda left: protocol.AwaitRound(channel, self.version, left), timeout_s=timeout_s, grace_s=_GRACE_S
+        return self._wait("committed", timeout_s)
+
+    def _wait(self, phase: WaitPhase, timeout_s: float) -> VersionStatus:
+        started = time.monotonic()
+        deadline = started + timeout_s
+        report = self._round(timeout_s)
+        waiting = [] if report.error or report.missing_ranks else self._present(report)
+        while waiting:
+            lane_id = waiting.pop(0)
+            left = deadline - time.monotonic()
+            until = time.monotonic() + max(0.0, min(_SLICE_S, left))
+            lane = self._await_lane(lane_id, phase, until)
+            if lane is not None and lane.is_reached:
+                continue
+            is_over = lane is not None and time.monotonic() < until  # it cannot come true any more
+            waiting.append(lane_id)
+            report = self._round(0.0)
+            if is_over or left <= 0:
+                break
+            waiting = [lane_id for lane_id in waiting if lane_id not in report.deserted]
+        context = ErrorContext(
+            channel=self._publisher.channel, version=self.version, phase=phase, elapsed_s=time.monotonic() - started
         )
-        assert isinstance(report, protocol.RoundReport)
+        self._check_published(report, context)
+        status = self._status(report)
+        if waiting:
+            self._raise_lacking(waiting, report, status, context)
+        if refused := _refused(report):
+            raise ManifestMismatch(
+                f"version {self.version} cannot be received by {refused}", hint=_REFUSED_HINT, context=context
+            )
+        return status
+
+    def _check_published(self, report: protocol.RoundReport, context: ErrorContext) -> None:
+        """Raise unless the version was published by all ranks, and there are workers that receive it."""
         if report.error:
             raise PublishError(f"version {self.version} was dropped: {report.error}", context=context)
         if report.missing_ranks:
@@ -176,45 +243,91 @@ class ShardPublication:
                 hint="every rank must call publish",
                 context=context,
             )
-        lanes = [lane_id for lane_id, _ in self._lanes if lane_id not in report.deserted]
-        if not lanes:
-            raise MembershipError(f"nobody receives version {self.version}", hint="start workers", context=context)
-        for lane_id in lanes:
-            status = self._await_lane(lane_id, deadline)
-            replicas = status.replicas if status is not None else ()
-            failed = [f"{r.member_id}: {r.error}" for r in replicas if r.phase is ReplicaPhase.FAILED]
-            if failed:
-                raise CommitError(
-                    f"version {self.version} could not be installed: {'; '.join(failed)}", context=context
-                )
-            lacking = [r for r in replicas if r.phase is not ReplicaPhase.COMMITTED]
-            if not replicas or lacking:
-                self._check_packed(context)
-                there = status.describe_replicas() if status is not None else "unknown"
-                raise TransferTimeout(
-                    f"version {self.version} is not committed everywhere: {there}",
-                    hint="a staged worker commits when it calls commit_latest()",
-                    context=context,
-                )
+        if self._present(report):
+            return
+        if refused := _refused(report):
+            raise ManifestMismatch(
+                f"nobody receives version {self.version}; refused: {refused}", hint=_REFUSED_HINT, context=context
+            )
+        gone = ", ".join(f"{name} has left" for name in report.left)
+        raise MembershipError(
+            f"no worker is left that receives version {self.version}: {gone}"
+            if self._lanes and gone
+            else f"no worker receives version {self.version}: none had joined when it was published",
+            hint="start workers, and publish again if their layout is new",
+            context=context,
+        )
 
-    def _check_packed(self, context: ErrorContext) -> None:
-        """Raise MembershipError naming the ranks that have joined the version and did not pack their lanes."""
-        lacking = {rank for lane_id, rank in self._lanes if self._await_lane(lane_id, 0.0) is None}
-        if lacking:
+    def _raise_lacking(
+        self, waiting: Sequence[str], report: protocol.RoundReport, status: VersionStatus, context: ErrorContext
+    ) -> NoReturn:
+        if status.phase in (VersionPhase.SUPERSEDED, VersionPhase.ABORTED):
+            raise PublishError(f"version {self.version} is {status.phase}: {status.error}", context=context)
+        refused = {worker.member_id for worker in report.workers if worker.phase is ReplicaPhase.FAILED}
+        failed = [r for r in status.replicas if r.phase is ReplicaPhase.FAILED and r.member_id not in refused]
+        if failed:
+            why = "; ".join(f"{replica.member_id}: {replica.error}" for replica in failed)
+            raise CommitError(f"version {self.version} could not be installed: {why}", context=context)
+        lanes = {lane_id: self._await_lane(lane_id, "staged", 0.0) for lane_id in waiting}
+        if unpacked := {rank for lane_id, rank in self._lanes if lane_id in lanes and lanes[lane_id] is None}:
             raise MembershipError(
-                f"trainer ranks {sorted(lacking)} have not packed their part of version {self.version}",
+                f"trainer ranks {sorted(unpacked)} have not packed their part of version {self.version}",
                 hint="they may have ended while they published it; publish the next one",
                 context=context,
             )
+        if report.lost and any(lane is not None and not lane.status.replicas for lane in lanes.values()):
+            raise MembershipError(
+                f"no worker is left that receives a part of version {self.version}: lost with their holders: "
+                f"{', '.join(report.lost)}; others: {status.describe_replicas()}",
+                hint="start them again",
+                context=context,
+            )
+        raise TransferTimeout(
+            f"version {self.version} is not {context.phase} everywhere: {status.describe_replicas()}",
+            hint="a worker follows and commits when it calls commit_latest() or wait_version()",
+            context=context,
+        )
 
-    def _await_lane(self, lane_id: str, deadline: float) -> VersionStatus | None:
+    def _present(self, report: protocol.RoundReport) -> list[str]:
+        """The version's lanes that have workers, or may have them again."""
+        return [lane_id for lane_id, _ in self._lanes if lane_id not in report.deserted]
+
+    def _status(self, report: protocol.RoundReport) -> VersionStatus:
+        lanes = [self._await_lane(lane_id, "staged", 0.0) for lane_id in self._present(report)]
+        error = report.error
+        if report.missing_ranks and not error:
+            error = f"trainer ranks {list(report.missing_ranks)} have not published it"
+        merged = merged_status([lane.status for lane in lanes if lane is not None], report.workers)
+        phase = merged.phase
+        if report.error:
+            phase = VersionPhase.ABORTED
+        elif (report.missing_ranks or None in lanes) and phase is not VersionPhase.ABORTED:
+            phase = VersionPhase.PENDING
+        return msgspec.structs.replace(
+            merged,
+            channel=self._publisher.channel,
+            version=self.version,
+            step=self.step,
+            phase=phase,
+            error=error or merged.error,
+        )
+
+    def _round(self, timeout_s: float) -> protocol.RoundReport:
+        channel = self._publisher.channel
+        report = self._publisher._link.ask(
+            lambda left: protocol.AwaitRound(channel, self.version, left), timeout_s=timeout_s, grace_s=_GRACE_S
+        )
+        assert isinstance(report, protocol.RoundReport)
+        return report
+
+    def _await_lane(self, lane_id: str, phase: WaitPhase, deadline: float) -> protocol.VersionReport | None:
         """Until the lane's workers have the version, or the deadline; None when the lane does not know it."""
         channel = lane_channel(self._publisher.channel, lane_id)
         while True:
             left = max(0.0, deadline - time.monotonic())
             try:
                 report = self._publisher._link.ask(
-                    lambda left: protocol.AwaitVersion(channel, self.version, "committed", 0, left),
+                    lambda left: protocol.AwaitVersion(channel, self.version, phase, 0, left),
                     timeout_s=left,
                     grace_s=_GRACE_S,
                 )
@@ -224,4 +337,8 @@ class ShardPublication:
                 time.sleep(min(_POLL_S, left))
                 continue
             assert isinstance(report, protocol.VersionReport)
-            return report.status
+            return report
+
+
+def _refused(report: protocol.RoundReport) -> str:
+    return "; ".join(f"{w.member_id}: {w.error}" for w in report.workers if w.phase is ReplicaPhase.FAILED)

@@ -7,24 +7,25 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from wsync.config import Config
 from wsync.engine import protocol
+from wsync.engine.groups import some
 from wsync.engine.link import GRACE_S, Closing, Pinned
 from wsync.engine.overlap import check_wanted
 from wsync.engine.replica import LATEST_GRACE_S, Commit, Replica
 from wsync.engine.session import checked_channel, default_member_id
 from wsync.engine.shard_link import Locals, ShardLink
-from wsync.engine.shards import lane_channel
+from wsync.engine.shards import lane_channel, worker_name
 from wsync.errors import (
+    ChannelError,
     CommitError,
     ConfigError,
     ConnectError,
     ErrorContext,
-    ManifestMismatch,
     MembershipError,
     PeerLost,
     StaleView,
@@ -38,6 +39,7 @@ PLAN_CHECK_S = 1.0
 MAX_PLAN_CHECK_S = 30.0
 """The same while the coordinator does not answer."""
 _SLICE_S = 0.5
+_PAUSE_S = 0.05
 
 _Lease = tuple[Pinned, protocol.VersionLeased]
 
@@ -70,8 +72,10 @@ class ShardReplica(Closing):
         check_wanted(holding)
         self.member_id = member_id or default_member_id("worker")
         self._holding, self._locals = holding, Locals(holding, locals_)
-        self._version, self._step = 0, 0
-        self._is_torn, self._is_closed = False, False
+        self._version, self._uid, self._step = 0, 0, 0
+        self._where: object = None
+        """The locals' memory when the last commit ended."""
+        self._is_torn, self._has_moved, self._is_closed = False, False, False  # as in a Replica
         self._lock = threading.RLock()
         self._lanes: dict[str, Replica] = {}
         self._plan_id = ""
@@ -79,7 +83,7 @@ class ShardReplica(Closing):
         if not holding.nbytes:
             raise ConfigError("the holding wants no element of any tensor", hint="leave this worker out")
         self._link = ShardLink(self.channel, self.member_id, self.config, holding, rank=-1, num_ranks=0)
-        self._lane_member_id = f"{self.member_id}-{self._link.incarnation[:6]}"  # ids may be shared, in one actor say
+        self._lane_member_id = worker_name(self.member_id, self._link.incarnation)
 
     @property
     def version(self) -> int:
@@ -89,22 +93,15 @@ class ShardReplica(Closing):
     @property
     def is_ready(self) -> bool:
         """Whether the worker may serve: it has committed a version, the last commit did not fail half-way, and the
-        locals are still in the memory that it was written to.
+        locals are still in the memory in which that commit left them. May be asked from any thread; never waits.
         """
-        try:
-            self._look()
-        except ManifestMismatch:
-            return False
-        return self._version > 0 and not self._is_torn
+        return self._version > 0 and not self._is_lost()
 
-    def _look(self) -> None:
-        """Locals that lie elsewhere than before do not have the version: it is to be installed again."""
-        try:
-            is_same = self._locals.refresh()
-        except ManifestMismatch:
-            self._is_torn = True
-            raise
-        self._is_torn = self._is_torn or not is_same
+    def _is_lost(self) -> bool:
+        """Whether the live memory does not have the version, which is then to be installed again."""
+        if self._locals.where() != self._where:
+            self._has_moved = True
+        return self._is_torn or self._has_moved
 
     def commit_latest(self) -> Commit | None:
         """Install the newest version of which every lane is staged on this host; None when there is nothing newer.
@@ -113,12 +110,11 @@ class ShardReplica(Closing):
         False. Never waits for a transfer.
         """
         with self._lock:
-            self._look()
             try:
-                commit = self._commit(self._floor(), time.monotonic(), grace_s=LATEST_GRACE_S) if self._lanes else None
+                commit = self._commit(0, time.monotonic(), grace_s=LATEST_GRACE_S) if self._lanes else None
                 if commit is None and time.monotonic() >= self._check_plan_at:
                     self._follow(0.0, grace_s=LATEST_GRACE_S)
-                    commit = self._commit(self._floor(), time.monotonic(), grace_s=LATEST_GRACE_S)
+                    commit = self._commit(0, time.monotonic(), grace_s=LATEST_GRACE_S)
                 return commit
             except (PeerLost, StaleView, TransferTimeout, ConnectError, MembershipError):
                 return None
@@ -126,20 +122,18 @@ class ShardReplica(Closing):
     def wait_version(self, min_version: int = 1, *, timeout_s: float = 60.0) -> Commit:
         """Wait until `min_version` or newer is staged in every lane, and install the newest such version.
 
-        Raises MembershipError naming trainer ranks that have not joined, TransferTimeout naming the lanes that are not
-        there at the deadline.
+        Raises MembershipError naming trainer ranks that have not joined, TransferTimeout naming the ranks and tensors
+        that are not there at the deadline, or saying that this worker's layout is new and comes with the next publish.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
             while True:
-                self._look()
-                if self._version >= min_version and not self._is_torn:
+                if self._version >= min_version and not self._is_lost():
                     return Commit(self._version, self._step, 0.0, 0)
                 try:
                     if not self._lanes:
                         self._follow(max(0.0, deadline - time.monotonic()))
-                    least = max(self._floor(), min_version)
-                    commit = self._commit(least, min(deadline, time.monotonic() + _SLICE_S))
+                    commit = self._commit(min_version, min(deadline, time.monotonic() + _SLICE_S))
                     if commit is None and time.monotonic() >= self._check_plan_at:
                         self._follow(0.0)
                 except (PeerLost, StaleView):
@@ -152,9 +146,6 @@ class ShardReplica(Closing):
                     return commit
                 if time.monotonic() >= deadline:
                     raise self._not_there(min_version, timeout_s)
-
-    def _floor(self) -> int:
-        return max(1, self._version) if self._is_torn else self._version + 1
 
     def _follow(self, timeout_s: float, *, grace_s: float = GRACE_S) -> None:
         """Have a replica for each lane of the present plan, and no other; all of them, or those from before."""
@@ -191,47 +182,82 @@ class ShardReplica(Closing):
         if leases is None:
             return None
         started = time.monotonic()
-        version = next(iter(leases.values()))[1].version
-        steps = {leased.step for _, leased in leases.values()}
-        if len(steps) > 1:
-            self._release_all(leases)
-            raise CommitError(
-                f"the lanes of version {version} are of steps {sorted(steps)}: they do not belong together",
-                hint="publish the next version",
-                context=ErrorContext(channel=self.channel, version=version, phase="commit"),
-            )
-        was_torn, self._is_torn = self._is_torn, True
-        done: list[str] = []
+        leased = next(iter(leases.values()))[1]
+        was_lost, is_begun = self._is_lost(), False
+        self._is_torn, self._has_moved = True, False  # who sees it elsewhere from now on is right
         try:
-            with self._installing():
-                for lane_id, (holder, leased) in leases.items():
-                    self._lanes[lane_id]._install(holder, leased)
-                    done.append(lane_id)
-                self._locals.spread()
+            with self._writing(leased.version):
+                is_begun = True
+                for lane_id, held in leases.items():
+                    self._lanes[lane_id]._install(*held)
+            self._version, self._uid, self._step = leased.version, leased.uid, leased.step
+            if not self._is_whole():
+                raise CommitError(f"not every lane has version {leased.version}", hint="this is a fault in wsync")
+            pause_s = time.monotonic() - started
+            self._link.highest = max(self._link.highest, leased.version)
+            self._is_torn = False
         except BaseException as exc:
-            self._is_torn = was_torn or not self._restore(done, exc)
+            is_lost = not self._restore(exc) if is_begun else was_lost or self._locals.where() != self._where
+            self._is_torn = is_lost
             self._release_all(leases, error=str(exc))
-            raise
-        self._is_torn = False
-        pause_s = time.monotonic() - started
-        self._version, self._step = version, next(iter(leases.values()))[1].step
-        self._link.highest = max(self._link.highest, version)
+            if isinstance(exc, WsyncError) or not isinstance(exc, Exception):
+                raise
+            raise CommitError(
+                f"version {leased.version} could not be installed: {type(exc).__name__}: {exc}",
+                hint="commit another version before serving" if is_lost else "the former version is in place",
+                context=ErrorContext(channel=self.channel, version=leased.version, phase="commit"),
+            ) from exc
         self._release_all(leases, is_committed=True, pause_s=pause_s)
-        return Commit(version, self._step, pause_s, self._holding.nbytes)
+        return Commit(leased.version, leased.step, pause_s, self._holding.nbytes)
+
+    @contextmanager
+    def _writing(self, version: int) -> Iterator[None]:
+        """Around the installation of all lanes, in the memory that the engine has then. Raises what the block raises,
+        even where `installing()` would not.
+        """
+        failure: BaseException | None = None
+        with self._installing():
+            try:
+                self._locals.refresh()
+                yield
+                self._locals.spread()
+            except BaseException as exc:
+                failure = exc
+                raise
+        if failure is not None:
+            raise CommitError(
+                f"version {version} could not be installed: {failure}",
+                hint="installing() must let exceptions pass",
+                context=ErrorContext(channel=self.channel, version=version, phase="commit"),
+            ) from failure
+        self._where = self._locals.where()
+
+    def _is_whole(self) -> bool:
+        """Whether every lane has the worker's version."""
+        wanted = (self._version, self._uid)
+        return all((lane._version, lane._uid) == wanted and not lane._is_torn for lane in self._lanes.values())
 
     def _lease_all(self, min_version: int, deadline: float, grace_s: float) -> dict[str, _Lease] | None:
-        """Leases on one version in every lane, the newest that all have. None when there is none by the deadline."""
+        """Leases on one version in every lane, the newest that all have and that is news. None if there is none by the
+        deadline.
+
+        Lanes whose versions have one number and different uids are of two runs of the job: the coordinator sorts that.
+        """
         if not self._lanes:
             return None
         leases: dict[str, _Lease] = {}
         wanted = max_version = 0
+        # What has the present number and another uid is news, and what the memory has lost.
+        present = (self._version, 0 if self._is_lost() else self._uid) if min_version <= self._version else ()
+        least = max(min_version, self._version + 1)
         try:
             while len(leases) < len(self._lanes):
                 for lane_id, lane in self._lanes.items():
                     if lane_id in leases:
                         continue
                     left = max(0.0, deadline - time.monotonic())
-                    held = lane._lease(wanted or min_version, max_version, timeout_s=left, grace_s=grace_s)
+                    wish = protocol.LeaseVersion(wanted or least, max_version, left, *(() if wanted else present))
+                    held = lane._lease(wish, grace_s=grace_s)
                     if held is None:
                         self._release_all(leases)
                         return None
@@ -248,6 +274,12 @@ class ShardReplica(Closing):
                     stale = {lane_id: h for lane_id, h in leases.items() if h[1].version != wanted}
                     self._release_all(stale)
                     leases = {lane_id: h for lane_id, h in leases.items() if lane_id not in stale}
+                elif len({leased.uid for _, leased in leases.values()}) > 1:
+                    self._release_all(leases)
+                    leases, wanted, max_version = {}, 0, 0
+                    if time.monotonic() >= deadline:
+                        return None
+                    time.sleep(_PAUSE_S)
         except BaseException:
             self._release_all(leases)
             raise
@@ -257,42 +289,62 @@ class ShardReplica(Closing):
         self, leases: Mapping[str, _Lease], *, is_committed: bool = False, pause_s: float = 0.0, error: str = ""
     ) -> None:
         for lane_id, (holder, leased) in leases.items():
-            self._lanes[lane_id]._release(
-                holder, leased.version, is_committed=is_committed, pause_s=pause_s, error=error
-            )
+            self._lanes[lane_id]._release(holder, leased, is_committed=is_committed, pause_s=pause_s, error=error)
 
-    def _restore(self, done: list[str], cause: BaseException) -> bool:
-        """Put the former version back into the lanes that had the new one already. The failing lane does so itself."""
+    def _restore(self, cause: BaseException) -> bool:
+        """A commit failed half-way: put the worker's version into all lanes, if this host still has it whole."""
         if not self._version:
             return False
         try:
-            with self._installing():
-                for lane_id in done:
-                    lane = self._lanes[lane_id]
-                    held = lane._lease(self._version, self._version, timeout_s=0.0)
-                    if held is None:
-                        return False
-                    lane._install(*held)
-                    lane._release(held[0], self._version, is_committed=True, pause_s=0.0, error="")
-                self._locals.spread()
+            with self._writing(self._version):
+                for lane in self._lanes.values():
+                    held = lane._lease(protocol.LeaseVersion(self._version, self._version, 0.0))
+                    if held is not None:
+                        try:
+                            lane._install(*held)
+                        finally:
+                            lane._release(*held, is_committed=False, pause_s=0.0, error="")
         except Exception as exc:
             cause.add_note(f"the former version could not be restored: {exc}")
             return False
-        return not any(lane._is_torn for lane in self._lanes.values())
+        return self._is_whole()
 
     def _not_there(self, min_version: int, timeout_s: float) -> TransferTimeout:
-        lacking = [lane_id for lane_id, lane in self._lanes.items() if not _has(lane, min_version)]
+        context = ErrorContext(channel=self.channel, version=min_version, phase="stage", elapsed_s=timeout_s)
+        try:
+            late_for = self._link.lanes(0.0, grace_s=LATEST_GRACE_S).late_for
+        except WsyncError:  # the coordinator is away
+            late_for = 0
+        if late_for >= min_version:
+            return TransferTimeout(
+                f"the layout of this worker, or of another one that came with it, is new to '{self.channel}': it is no "
+                f"part of version {late_for}, which was published before",
+                hint="one more publish is needed; it has the new layout",
+                context=context,
+            )
+        known = self._locals.lanes
+        lacking = [known[lane_id] for lane_id, lane in self._lanes.items() if not _has(lane, min_version)]
+        ranks = sorted({lane.source for lane in lacking})
+        tensors = sorted({tensor for lane in lacking for bundle in lane.bundles for tensor in bundle.tensors})
+        what = f"what comes from trainer ranks {some(map(str, ranks))} (tensors {some(tensors, 3)}) is not there"
         return TransferTimeout(
-            f"version {min_version} of '{self.channel}' is not staged on this host (running {self._version}); lanes "
-            f"that lack it: {', '.join(lacking) or 'none: no two lanes have the same version'}",
+            f"version {min_version} of '{self.channel}' is not staged on this host (running {self._version}): "
+            + (what if lacking else "no version is there from all trainer ranks"),
             hint="check that every trainer rank publishes",
-            context=ErrorContext(channel=self.channel, version=min_version, phase="stage", elapsed_s=timeout_s),
+            context=context,
         )
 
     def verify(self, *, timeout_s: float = 60.0) -> list[str]:
         """Names of the fragments whose live bytes differ from the version that this worker runs; empty when none do."""
         with self._lock:
-            wrong = [name for lane in self._lanes.values() for name in lane.verify(timeout_s=timeout_s)]
+            if not self._version:
+                raise ChannelError(f"no version of '{self.channel}' has been installed here", hint="commit one first")
+            self._is_lost()
+            self._locals.refresh()
+            wrong: list[str] = []
+            for lane in self._lanes.values():
+                is_ours = (lane._version, lane._uid) == (self._version, self._uid)
+                wrong += lane.verify(timeout_s=timeout_s) if is_ours else list(lane._target)
             return wrong + self._locals.unequal()
 
     def close(self) -> None:
@@ -307,9 +359,9 @@ class ShardReplica(Closing):
 def _has(lane: Replica, min_version: int) -> bool:
     """Whether the lane has that version or a newer one on this host."""
     try:
-        held = lane._lease(min_version, 0, timeout_s=0.0)
+        held = lane._lease(protocol.LeaseVersion(min_version, 0, 0.0))
     except WsyncError:
         return False
     if held is not None:
-        lane._release(held[0], held[1].version, is_committed=False, pause_s=0.0, error="")
+        lane._release(*held, is_committed=False, pause_s=0.0, error="")
     return held is not None

@@ -10,14 +10,17 @@ same in every lane, so that a worker commits the lanes of one number together or
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+
+import xxhash
 
 from wsync.engine.lanes import ShardLane, ShardPlan
 from wsync.engine.membership import View
-from wsync.engine.protocol import OpenRound, ShardReport
+from wsync.engine.protocol import OpenRound, RoundReport, ShardReport
 from wsync.errors import ChannelError, ErrorContext, ManifestMismatch, PublishError
 from wsync.holding import Holding
+from wsync.status import ReplicaPhase, ReplicaStatus
 
 NUM_REMEMBERED = 16
 """Plans that are kept for those who are late; how many versions one rank may be ahead of another."""
@@ -33,6 +36,11 @@ def lane_channel(channel: str, lane_id: str) -> str:
     return f"{channel}#{lane_id}"
 
 
+def worker_name(member_id: str, incarnation: str) -> str:
+    """What a worker is called in its lanes: ids may be shared, in one actor say."""
+    return f"{member_id}-{incarnation[:6]}"
+
+
 @dataclass
 class _Member:
     holder_id: str
@@ -43,12 +51,17 @@ class _Member:
     def identity(self) -> tuple[str, str]:
         return self.report.member_id, self.report.incarnation
 
+    @property
+    def name(self) -> str:
+        return worker_name(*self.identity)
+
 
 @dataclass
 class Round:
     """A version of all ranks. `ranks` have joined it, each with (incarnation, serial); complete when all have."""
 
     version: int
+    uid: int
     step: int
     plan_id: str
     num_ranks: int
@@ -79,6 +92,8 @@ class Shards:
         """By incarnation: members may share an id."""
         self._classes: dict[str, Holding] = {}
         self._deserted_at: dict[str, float] = {}
+        self._absent: dict[str, tuple[str, bool]] = {}
+        """Of each class the last worker that has gone, and whether with its holder: then it may come back."""
         self._refused: dict[str, str] = {}
         self._planned: PlanKey | None = None
         self._used_lanes: set[str] = set()
@@ -92,6 +107,7 @@ class Shards:
             self._workers[report.incarnation] = member
             self._classes[member.digest] = report.holding
             self._deserted_at.pop(member.digest, None)
+            self._absent.pop(member.digest, None)
             return
         context = ErrorContext(channel=self.name, phase="join")
         for rank, other in self._trainers.items():
@@ -129,11 +145,16 @@ class Shards:
         """A message about a former incarnation changes nothing. Classes are kept: their workers may come back."""
         gone = (member_id, incarnation)
         self._trainers = {rank: m for rank, m in self._trainers.items() if m.identity != gone}
-        self._workers = {name: m for name, m in self._workers.items() if m.identity != gone}
+        self._lose([m for m in self._workers.values() if m.identity == gone], with_holder=False)
 
     def holder_lost(self, holder_id: str) -> None:
         """Its workers have gone with it. Trainer ranks join again with their next publish, and are kept until then."""
-        self._workers = {name: m for name, m in self._workers.items() if m.holder_id != holder_id}
+        self._lose([m for m in self._workers.values() if m.holder_id == holder_id], with_holder=True)
+
+    def _lose(self, workers: Iterable[_Member], *, with_holder: bool) -> None:
+        for worker in workers:
+            del self._workers[worker.report.incarnation]
+            self._absent[worker.digest] = worker.name, with_holder
 
     # --- the plan
     @property
@@ -185,9 +206,19 @@ class Shards:
             raise ChannelError(f"'{self.name}' has no plan {plan_id or 'yet'}", hint="join again")
         return plan, plan.of_receiver(worker.digest) if worker is not None else plan.of_source(rank)
 
+    def late_for(self, lanes: Iterable[ShardLane]) -> int:
+        """The newest version if it was published by a plan that lacks one of these lanes; 0 otherwise."""
+        newest = max((version for version, entry in self.rounds.items() if not entry.error), default=0)
+        plan = self.plans.get(self.rounds[newest].plan_id) if newest else None
+        known = {lane.lane_id for lane in plan.lanes} if plan is not None else {lane.lane_id for lane in lanes}
+        return newest if any(lane.lane_id not in known for lane in lanes) else 0
+
     def deserted_lanes(self) -> tuple[str, ...]:
-        """Lanes of the remembered plans that no living worker wants."""
+        """Lanes of the remembered plans that no worker wants: all have left. Workers that were lost with their holder
+        may come back: they follow their lanes before they speak with us again.
+        """
         living = {member.digest for member in self._workers.values()}
+        living |= {digest for digest, (_, with_holder) in self._absent.items() if with_holder}
         lanes = {lane.lane_id: lane for plan in self.plans.values() for lane in plan.lanes}
         return tuple(lane_id for lane_id, lane in lanes.items() if not living.intersection(lane.receivers))
 
@@ -198,6 +229,7 @@ class Shards:
         for digest, since in list(self._deserted_at.items()):
             if now - since > KEEP_CLASS_S:
                 del self._classes[digest], self._deserted_at[digest]
+                self._absent.pop(digest, None)
 
     # --- rounds
     def open_round(self, wish: OpenRound, *, known_version: int) -> Round:
@@ -243,11 +275,32 @@ class Shards:
         plan_id = self.plan.plan_id if self.plan is not None else ""
         if not self._workers and wish.plan_id:
             plan_id = wish.plan_id
-        entry = self.rounds[self.highest] = Round(self.highest, wish.step, plan_id, num_ranks)
+        entry = self.rounds[self.highest] = Round(self.highest, self._uid(wish.step), wish.step, plan_id, num_ranks)
         over = [version for version, other in self.rounds.items() if not other.is_open]
         for version in over[: max(0, len(self.rounds) - 2 * NUM_REMEMBERED)]:
             del self.rounds[version]
         return entry
+
+    def report(self, version: int, view: View) -> RoundReport:
+        """What there is to say of a version but for its lanes."""
+        entry = self.rounds.get(version)  # None: it was complete, or we are new
+        workers: list[ReplicaStatus] = []
+        for worker in self._workers.values():
+            record, why = view.holder(worker.holder_id), self._refused.get(worker.digest, "")
+            phase = ReplicaPhase.FAILED if why else ReplicaPhase.JOINING
+            workers.append(ReplicaStatus(worker.name, record.host if record else worker.holder_id, phase, error=why))
+        living = {worker.digest for worker in self._workers.values()}
+        absent = [last for digest, last in self._absent.items() if digest not in living]
+        left, lost = (tuple(name for name, with_holder in absent if with_holder == kind) for kind in (False, True))
+        missing, error = (entry.missing, entry.error) if entry is not None else ((), "")
+        return RoundReport(missing, error, self.deserted_lanes(), tuple(workers), left, lost)
+
+    def _uid(self, step: int) -> int:
+        """Of the version `highest`, made of what makes it: another coordinator would give it the same one, and ranks
+        that were started anew get another.
+        """
+        ranks = [self._trainers[rank].report.incarnation for rank in sorted(self._trainers)]
+        return xxhash.xxh3_64_intdigest("\0".join([self.name, str(self.highest), str(step), *ranks]).encode()) >> 1
 
     def retired_lanes(self, entry: Round) -> set[str]:
         """Lanes that nobody will use again, once: every rank has published by the present plan, which lacks them."""

@@ -37,7 +37,7 @@ class SlotPhase(StrEnum):
     PULLING = "pulling"
     WHOLE = "whole"
     VACATING = "vacating"  # the transports let go of it
-    BLOCKED = "blocked"  # a transport could not; tried again before it is reused
+    BLOCKED = "blocked"  # nobody gets it any more, but somebody still reads it; emptied before it is reused
 
 
 _FILLED = (SlotPhase.PACKING, SlotPhase.PULLING, SlotPhase.WHOLE)
@@ -51,6 +51,7 @@ class HeldSlot:
     slot_id: int = field(default_factory=lambda: next(_slot_ids))
     phase: SlotPhase = SlotPhase.FREE
     version: int = 0
+    uid: int = 0
     step: int = 0
     manifest_digest: str = ""
     is_origin: bool = False
@@ -73,6 +74,7 @@ class HeldSlot:
         is_whole = self.phase is SlotPhase.WHOLE
         return SlotReport(
             version=self.version,
+            uid=self.uid,
             step=self.step,
             nbytes=self.slot.nbytes,
             chunk_nbytes=self.slot.chunk_nbytes,
@@ -96,15 +98,15 @@ class Staging:
         self._lock = asyncio.Lock()
         self.changes = Changes()
 
-    def key(self, version: int) -> str:
+    def key(self, version: int, uid: int) -> str:
         """Under which a version of this channel is offered and read."""
-        return f"{self.channel}@{version}"
+        return f"{self.channel}@{version}.{uid:x}"
 
     def channel_key(self, manifest_digest: str) -> int:
         return int(xxhash.xxh3_64_intdigest(f"{self.channel}\0{manifest_digest}".encode()))
 
-    def find(self, version: int) -> HeldSlot | None:
-        return next((h for h in self.slots if h.version == version and h.is_filled), None)
+    def find(self, version: int, uid: int) -> HeldSlot | None:
+        return next((h for h in self.slots if (h.version, h.uid) == (version, uid) and h.is_filled), None)
 
     def whole_versions(self) -> list[int]:
         return sorted(h.version for h in self.slots if h.phase is SlotPhase.WHOLE)
@@ -150,7 +152,9 @@ class Staging:
             reserving.add_done_callback(_close_reserved)
             raise
 
-    async def take(self, version: int, nbytes: int, chunk_nbytes: int, phase: SlotPhase, timeout_s: float) -> HeldSlot:
+    async def take(
+        self, version: int, uid: int, nbytes: int, chunk_nbytes: int, phase: SlotPhase, timeout_s: float
+    ) -> HeldSlot:
         """A slot that now belongs to `version`, empty. Raises ArenaError, TransferTimeout naming the readers.
 
         The time-out is for slots in use; reserving new ones takes as long as it takes.
@@ -166,7 +170,7 @@ class Staging:
                 if not await self.changes.wait(deadline):
                     raise self._nothing_free(version, timeout_s)
             await self._vacate(held)
-            held.phase, held.version = phase, version
+            held.phase, held.version, held.uid = phase, version, uid
             held.is_origin, held.is_flying, held.has_flown = phase is SlotPhase.PACKING, False, False
             return held
 
@@ -202,7 +206,7 @@ class Staging:
         held.phase = SlotPhase.VACATING
         try:
             for transport in self._transports:
-                await asyncio.to_thread(transport.withdraw, self.key(held.version), WITHDRAW_TIMEOUT_S)
+                await asyncio.to_thread(transport.withdraw, self.key(held.version, held.uid), WITHDRAW_TIMEOUT_S)
         except BaseException:
             held.phase = SlotPhase.BLOCKED
             raise
@@ -225,12 +229,12 @@ class Staging:
     def begin(self, held: HeldSlot, step: int, manifest_digest: str) -> None:
         """The slot starts to fill: offer it, so that a chunk is served on as soon as it is there."""
         held.step, held.manifest_digest = step, manifest_digest
-        held.slot.begin(held.version, self.channel_key(manifest_digest))
+        held.slot.begin(held.version, self.channel_key(manifest_digest), uid=held.uid)
         self._offer(held)
 
     def _offer(self, held: HeldSlot) -> None:
         for transport in self._transports:
-            transport.offer(self.key(held.version), held.slot, held.version)
+            transport.offer(self.key(held.version, held.uid), held.slot, held.version)
 
     def complete(self, held: HeldSlot) -> None:
         """Every chunk is there and has its digest: members may lease it."""
@@ -238,12 +242,13 @@ class Staging:
         held.phase = SlotPhase.WHOLE
         self.changes.wake()
 
-    async def discard(self, held: HeldSlot, version: int) -> None:
-        """Drop the version if it is still in the slot and nobody installs it."""
-        if held.version != version:
+    async def discard(self, held: HeldSlot, version: int, uid: int) -> None:
+        """If the version is still in the slot, nobody gets it from now on; who installs it already goes on."""
+        if (held.version, held.uid) != (version, uid):
             return
         held.is_flying = False
-        if held.lessees or not held.is_filled:
+        if held.lessees or not (held.is_filled or held.phase is SlotPhase.BLOCKED):
+            held.phase = SlotPhase.BLOCKED if held.is_filled else held.phase
             self.changes.wake()
             return
         try:
@@ -254,7 +259,7 @@ class Staging:
 
     def has_room_to_adopt(self, version: int) -> bool:
         """Whether a whole slot of that version would be welcome; a free one gives way to it."""
-        if self.find(version) is not None:
+        if any(held.version == version and held.is_filled for held in self.slots):
             return False
         free = next((held for held in self.slots if held.phase is SlotPhase.FREE), None)
         if len(self.slots) >= self._config.num_slots and free is not None:
@@ -264,7 +269,8 @@ class Staging:
 
     def adopt(self, slot: Slot, step: int, manifest_digest: str) -> HeldSlot:
         """Take over a whole slot of the former holder. The caller has checked its digests."""
-        held = HeldSlot(slot, phase=SlotPhase.WHOLE, version=slot.version, step=step, manifest_digest=manifest_digest)
+        held = HeldSlot(slot, phase=SlotPhase.WHOLE, version=slot.version, uid=slot.uid, step=step)
+        held.manifest_digest = manifest_digest
         held.has_flown = True
         self.slots.append(held)
         self._offer(held)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from wsync.errors import ConfigError, ManifestMismatch
-from wsync.holding import Place
+from wsync.holding import Holding, Place
 from wsync.manifest import ITEMSIZE, Lane, Manifest, TensorSpec
 from wsync.memory import Slot
 
@@ -197,6 +197,7 @@ def bits_of(view: Any, dtype: str) -> Any:
     """The elements of a torch or numpy view as `dtype` (cast if need be), in logical order, as unsigned words.
 
     A numpy array of shape (elements, words of an element): one word of the element's size, two of 8 bytes for larger.
+    Raises ConfigError for a numpy view that cannot be cast so.
     """
     import numpy as np
 
@@ -206,7 +207,8 @@ def bits_of(view: Any, dtype: str) -> Any:
 
         flat = packed_bytes(view, dtype)
     else:
-        flat = np.ascontiguousarray(view.astype(np.dtype(dtype), copy=False)).reshape(-1).view(np.uint8)
+        wire = _wire_dtype("what is compared", view, dtype)
+        flat = np.ascontiguousarray(view.astype(wire, copy=False)).reshape(-1).view(np.uint8)
     word = np.dtype(f"u{min(8, itemsize)}")
     return flat.view(word).reshape(-1, max(1, itemsize // 8))
 
@@ -338,6 +340,32 @@ def check_separate(extents: Sequence[Extent]) -> None:
         open_spans.append(span)
 
 
+def check_arrays(holding: Holding, locals_: Mapping[str, Any]) -> None:
+    """Raise ConfigError naming a tensor that lies in a numpy local and that numpy cannot cast to its dtype."""
+    arrays = [not hasattr(locals_[spec.name], "detach") for spec in holding.locals]
+    if not any(arrays):
+        return
+    for piece in holding.pieces:
+        spec, local = holding.tensors[piece.tensor], holding.locals[piece.place.local]
+        if arrays[piece.place.local] and spec.dtype != local.dtype:
+            _wire_dtype(f"'{spec.name}'", locals_[local.name], spec.dtype)
+
+
+def _wire_dtype(what: str, array: Any, dtype: str) -> np.dtype[Any]:
+    import numpy as np
+
+    try:
+        wire = np.dtype(dtype)
+    except TypeError:  # bfloat16, float8_*
+        wire = None
+    if wire is None or not np.can_cast(array.dtype, wire, "same_kind"):
+        raise ConfigError(
+            f"{what} is a numpy array of {array.dtype}, which numpy cannot cast to {dtype}",
+            hint="give a torch tensor of it, or publish it as it is",
+        )
+    return wire
+
+
 class NumpyTensors(Tensors):
     """A mapping of names to numpy arrays. Arrays that are the very same memory are tied."""
 
@@ -371,7 +399,8 @@ class NumpyTensors(Tensors):
             dtype = wire_dtypes.get(name, value.dtype.name)
             specs.append(TensorSpec(name, dtype, tuple(value.shape), "" if first == name else first))
         self.manifest = Manifest(tuple(specs))
-        self._wire = [np.dtype(spec.dtype) for spec in specs]
+        named = zip(specs, self._arrays, strict=True)
+        self._wire = [_wire_dtype(f"'{spec.name}'", array, spec.dtype) for spec, array in named]
         self._identities = [(array.shape, array.strides, array.dtype) for array in self._arrays]
         if is_target:
             check_separate(

@@ -117,6 +117,9 @@ def digest_report(
     An alias is reported under its own name too, so that a tie that only one side has shows. Tied tensors are one, no
     matter which of their names a piece has. `cuts` (`common_cuts` of all members) is needed where members of one side
     have regions that overlap in part. Raises as `check_locals` for locals that do not suit the holding.
+
+    A NaN that is cast has bits that depend on how it lies in memory, for torch: a tensor with NaNs that a trainer casts
+    may be named although it is right.
     """
     check_locals(holding, locals_)
     parts: dict[str, list[PartDigest]] = defaultdict(list)

@@ -50,16 +50,21 @@ class Pinned:
                 memory = self._tensors[id(old)][1]
                 if new is old and _same(new, memory):
                     continue
-                if new.shape != memory.shape or new.dtype != memory.dtype:
-                    raise ManifestMismatch(
-                        f"load_weights makes '{path}.{key}' a {list(new.shape)} {new.dtype}, "
-                        f"it was {list(memory.shape)} {memory.dtype}",
-                        hint="an update must keep the layout of parameters; give record_loader a restore step",
-                    )
+                check_kept(f"{path}.{key}".lstrip("."), new, memory.shape, memory.dtype)
                 if not _same(new, memory):
                     memory.copy_(new)
                 old.data = memory
                 now[key] = old
+
+
+def check_kept(name: str, new: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raise ManifestMismatch unless a parameter has the shape and dtype that it had."""
+    if new.shape != shape or new.dtype != dtype:
+        raise ManifestMismatch(
+            f"load_weights makes '{name}' a {list(new.shape)} {new.dtype}, it was {list(shape)} {dtype}",
+            hint="an update must keep the layout of parameters: correct the specs or the engine's configuration, or "
+            "give record_loader a restore step",
+        )
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -7,27 +7,27 @@ followed by their offsets and strides, copies into parameters are written down i
 A loader that computes (arithmetic, another dtype, repacking, a look at values) cannot be replayed by copying. What it
 does so to goes the *fallback* way, module by module: those tensors are received whole, as `checkpoint:NAME`, and the
 engine's loader runs on them. `Recording.report` says what goes which way, and why. Whatever is not understood counts
-as computing.
+as computing. What fails on any values, such as a tensor of another shape than its parameter's, is refused by name.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from wsync.engine.tensors import dtype_name, strided_view
-from wsync.errors import ManifestMismatch
+from wsync.errors import CommitError, ManifestMismatch
 from wsync.holding import Holding, HoldingBuilder, Place, Region
-from wsync.integrations.pinned import Pinned
+from wsync.integrations.failures import Loader, causes, fails_anyway, refusal
+from wsync.integrations.pinned import Pinned, check_kept
 from wsync.integrations.strided import Box, Memory
 from wsync.integrations.traced import ValuesNeeded
 from wsync.integrations.tracing import Trace
 from wsync.manifest import TensorSpec
 
-Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 Hook = Callable[[tuple[str, ...]], object]
 """Called with the names of the modules that receive data."""
 
@@ -48,52 +48,58 @@ class Engine:
 def record_loader(
     model: torch.nn.Module,
     load_weights: Loader,
-    specs: Iterable[TensorSpec],
+    specs: Iterable[TensorSpec | tuple[str, torch.dtype | str, Sequence[int]]],
     *,
     restore: Hook | None = None,
     finalize: Hook | None = None,
 ) -> Recording:
     """Run `load_weights` on recording tensors, one per spec and in their order; returns what it did with them.
 
+    A spec may also be a tuple (name, dtype, shape).
+
     The parameters must be as `load_weights` expects them: as they are before the engine finalizes them. They keep
     their bytes, memory and identity, and modules their attributes. `restore` and `finalize` are not called here but
     around every update (`Recording.installing`), for the modules that receive data and no others.
 
-    Raises `ManifestMismatch` if `load_weights` cannot be run so, or ties what the checkpoint has as two tensors.
+    Raises `ManifestMismatch` if `load_weights` cannot be run so, or ties what the checkpoint has as two tensors, or
+    fails for another reason than that there are no values: naming the tensor, and the parameter where that is known.
     """
     engine = Engine(model=model, load_weights=load_weights, restore=restore, finalize=finalize)
-    specs = tuple(specs)
+    wanted = tuple(map(TensorSpec.of, specs))
     guessed: dict[str, str] = {}  # tensors whose values are asked for -> why; they are then made up
     unknown: dict[str, str] = {}  # tensors on which the loader fails even so
     for _ in range(MAX_ATTEMPTS):
-        trace, source = Trace(model), _Source(specs, guessed, unknown)
+        trace, source = Trace(model), _Source(wanted, guessed, unknown)
         try:
             with trace.running():
                 load_weights(source.tensors(trace))
-        except ValuesNeeded as exc:
-            if source.is_exhausted:  # it has all tensors in hand, and what it did to which cannot be told apart
-                trace = Trace(model)
-                for memory in trace.live:
-                    memory.refuse(str(exc), (spec.alias_of or spec.name for spec in specs))
-                return _conclude(engine, specs, trace, {}, {})
-            found, why, cause = exc.sources, str(exc), exc.__cause__
         except Exception as exc:
-            found, why, cause = frozenset(source.last), f"the loader fails without values: {exc}", exc
+            error = exc
         else:
-            return _conclude(engine, specs, trace, guessed, unknown)
+            for name, new in trace.rebound.items():
+                check_kept(name, new, trace.layouts[name][0], trace.layouts[name][2])
+            return _conclude(engine, wanted, trace, guessed, unknown)
+        needed = next((exc for exc in causes(error) if isinstance(exc, ValuesNeeded)), None)
+        if needed and source.is_exhausted:  # it has all tensors in hand, and what it did to which cannot be told apart
+            trace = Trace(model)
+            for memory in trace.live:
+                memory.refuse(str(needed), (spec.alias_of or spec.name for spec in wanted))
+            return _conclude(engine, wanted, trace, {}, {})
+        why = str(needed) if needed else f"the loader fails without values: {error}"
+        found = (needed.sources if needed else ()) or {source.last}
+        known = [spec for spec in wanted if spec.name not in unknown]
+        if source.last and fails_anyway(error, model, load_weights, known, source.last):
+            break
         # The layers of a model are alike: what fails in one of them fails in all.
         kinds = {_kind(name) for name in found}
-        alike = {spec.name: why for spec in specs if _kind(spec.name) in kinds and spec.name not in unknown}
+        alike = {spec.name: why for spec in wanted if _kind(spec.name) in kinds and spec.name not in unknown}
         if not alike:
             break
         if alike.keys() <= guessed.keys():
             unknown |= alike
         else:
             guessed |= alike
-    raise ManifestMismatch(
-        f"load_weights cannot be recorded: {why}",
-        hint="make it load the tensors that it is given and no others, or lay out the engine by hand",
-    ) from cause
+    raise refusal(error, trace, wanted, source.last) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +145,8 @@ class Recording:
         given; the fallback and the loader's constants; finalize. Restore and finalize get the modules that receive
         data and no others.
 
-        If the block raises, nothing is finalized: the modules are then as a failed load leaves them.
+        If the block raises, nothing is finalized: the modules are then as a failed load leaves them. So they are when
+        the engine's loader fails, which raises `CommitError` naming the tensors that it has in hand.
         """
         names = [local.name for local in self.holding.locals] if received is None else list(received)
         has_fallback = any(name.startswith(CHECKPOINT) for name in names)
@@ -162,11 +169,30 @@ class Recording:
                 self.engine.finalize(modules)
 
     def load_fallback(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Run the engine's loader on whole tensors, given by local name. What it rebinds is moved back in place."""
+        """Run the engine's loader on whole tensors, given by local name. What it rebinds is moved back in place.
+
+        Raises `CommitError` naming the tensors that it has in hand when it fails.
+        """
         wanted = [(spec.name, CHECKPOINT + (spec.alias_of or spec.name)) for spec in self.specs]
+        wanted = [(name, local) for name, local in wanted if local in buffers]
+        in_hand: list[str] = []
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, local in wanted:
+                in_hand[:] = [name]
+                yield name, buffers[local]
+            in_hand[:] = [name for name, _ in wanted]
+
         pinned = Pinned(self.engine.model)
         with torch.no_grad():
-            self.engine.load_weights(iter([(name, buffers[local]) for name, local in wanted if local in buffers]))
+            try:
+                self.engine.load_weights(tensors())
+            except Exception as exc:
+                rest = f" and {len(in_hand) - 10} more" if len(in_hand) > 10 else ""
+                raise CommitError(
+                    f"load_weights fails on {', '.join(in_hand[:10])}{rest}: {type(exc).__name__}: {exc}",
+                    hint="its modules are as a failed load leaves them: see what it cannot load, and commit again",
+                ) from exc
             pinned.settle()
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -231,17 +257,17 @@ class _Source:
 
     def __init__(self, specs: tuple[TensorSpec, ...], guessed: Mapping[str, str], unknown: Mapping[str, str]) -> None:
         self._specs, self._guessed, self._unknown = specs, guessed, unknown
-        self.last: tuple[str, ...] = ()
+        self.last = ""
         """The tensor that the loader has in hand."""
         self.is_exhausted = False
 
     def tensors(self, trace: Trace) -> Iterator[tuple[str, torch.Tensor]]:
         for spec in self._specs:
             if spec.name not in self._unknown:
-                self.last = (spec.name,)
+                self.last = spec.name
                 trace.guessed = (spec.alias_of or spec.name) if spec.name in self._guessed else ""
                 yield spec.name, trace.source(spec)
-        self.last, self.is_exhausted, trace.guessed = (), True, ""
+        self.last, self.is_exhausted, trace.guessed = "", True, ""
 
 
 def _conclude(

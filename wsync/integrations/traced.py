@@ -19,8 +19,22 @@ SHAPE_ONLY |= {"rand_like", "randn_like", "new_empty_strided"}
 PLAIN_OPTIONS = {"dtype", "layout", "device", "pin_memory", "non_blocking", "memory_format"}
 
 
+class ShapesDiffer(RuntimeError):
+    """The loader copies onto what has another shape. `sources` names the tensors that are copied, as far as is known,
+    `target` the parameter.
+
+    The text does not name them: it is the same for a tensor of the loader's own.
+    """
+
+    def __init__(
+        self, shape: Iterable[int], target_shape: Iterable[int], *, sources: Iterable[str], target: str
+    ) -> None:
+        super().__init__(f"a tensor of shape {list(shape)} cannot be copied onto one of {list(target_shape)}")
+        self.sources, self.target = tuple(sorted(sources)), target
+
+
 class ValuesNeeded(Exception):
-    """The loader asks for the values of `sources`."""
+    """The loader asks for the values of `sources`, or does with them what cannot be followed without values."""
 
     def __init__(self, sources: Iterable[str], why: str) -> None:
         super().__init__(why)

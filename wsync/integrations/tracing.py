@@ -8,7 +8,7 @@ written into live memory. An operation that is not known to move elements unchan
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from wsync.integrations.traced import (
     MOVES,
     PLAIN_OPTIONS,
     SHAPE_ONLY,
+    ShapesDiffer,
     Traced,
     ValuesNeeded,
     bare,
@@ -45,6 +46,8 @@ class Trace:
         self.attribute_sources: set[str] = set()
         self.guessed = ""
         """The tensor whose turn it is, if its values are made up: all that is written meanwhile counts as computed."""
+        self.rebound: dict[str, torch.Tensor] = {}
+        """Live tensors that get another's memory -> that, the last one."""
         self._model = model
         self._blocks: dict[int, list[tuple[int, int, Memory, torch.Tensor]]] = {}  # first byte, end, memory, its tensor
         self._origins: dict[str, Memory] = {}
@@ -76,6 +79,8 @@ class Trace:
     def rebind(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """A live tensor gets another's memory: for an update in place that is a copy."""
         memory = self._written_memory(old)
+        if memory is not None and memory.names and old.shape == self.layouts[memory.names[0]][0]:
+            self.rebound[memory.names[0]] = new
         if memory is not None and new.shape != old.shape:
             memory.refuse(f"it is replaced by one of shape {list(new.shape)}", self._sources([new]))
         elif memory is not None:
@@ -134,7 +139,7 @@ class Trace:
 
     def _write(self, name: str, func: Any, args: tuple[Any, ...], written: list[torch.Tensor]) -> None:
         if torch.Tag.inplace_view in func.tags and name != "detach_":
-            raise RuntimeError(f"{name} changes the layout of a tensor in place")
+            raise ValuesNeeded(self._sources(tensors_in(args)), f"{name} changes the layout of a tensor in place")
         value = args[1] if len(args) > 1 else 0
         if name == "copy_" or (name == "fill_" and isinstance(value, torch.Tensor)):
             return self._copy(written[0], value)
@@ -153,7 +158,12 @@ class Trace:
 
     def _copy(self, target: torch.Tensor, origin: torch.Tensor | float) -> None:
         memory = self._written_memory(target)
-        if memory is None:
+        sources = self._sources(tensors_in(origin))
+        shape = origin.shape if isinstance(origin, torch.Tensor) else ()
+        if not _expands(shape, target.shape):
+            names = memory.names if memory is not None and not memory.is_origin else ()
+            raise ShapesDiffer(shape, target.shape, sources=sources, target=names[0] if names else "")
+        if memory is None or (memory.why and not sources):
             return None
         if isinstance(origin, torch.Tensor) and origin.numel() == 1 and not self._is_traced(origin):
             origin = origin.item()
@@ -279,13 +289,21 @@ class _Rebinding(TorchFunctionMode):
             if self._trace.is_live(args[0]):
                 return self._trace.rebind(args[0], args[1])
             if isinstance(args[1], Traced) or isinstance(args[0], Traced):
-                raise RuntimeError("the memory of a tensor that is no parameter is set")
+                raise ValuesNeeded(
+                    self._trace._sources(tensors_in(args)), "the memory of a tensor that is no parameter is set"
+                )
         return func(*args, **(kwargs or {}))
 
 
 def _layout(tensor: torch.Tensor) -> Layout:
     """A tensor of no dims has one of one element, so that a place in it has an index."""
     return Layout(tuple(tensor.shape), tensor.stride()) if tensor.dim() else Layout((1,), (1,))
+
+
+def _expands(shape: Sequence[int], target: Sequence[int]) -> bool:
+    """Whether torch copies a tensor of that shape onto one of the target's."""
+    pairs = zip(reversed(shape), reversed(target), strict=False)
+    return len(shape) <= len(target) and all(extent in (1, onto) for extent, onto in pairs)
 
 
 def _storage(tensor: torch.Tensor) -> int:
