@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from _members import Child, Job, Member, Spec, logical_bytes, make_tensors, reference, sha, source_bytes
 
+from wsync.engine import protocol
 from wsync.errors import ManifestMismatch
 from wsync.holding import Holding, HoldingBuilder, Region
 
@@ -467,10 +468,10 @@ MIB = 1 << 20
 
 def chunks_of(child: Child, version: int) -> tuple[int, int]:
     """Size and number of the chunks of the slot that this host has of the version."""
-    holder, leased = child.replica._lease(version, version, timeout_s=1.0)
+    holder, leased = child.replica._lease(protocol.LeaseVersion(version, version, 1.0))
     slot = holder.slot(leased.slot_id, timeout_s=5.0)
     found = slot.chunk_nbytes, slot.num_chunks
-    child.replica._release(holder, version, is_committed=False, pause_s=0.0, error="")
+    child.replica._release(holder, leased, is_committed=False, pause_s=0.0, error="")
     return found
 
 

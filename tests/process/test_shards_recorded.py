@@ -69,7 +69,7 @@ def open_engine(child: Child, rank: int, size: int, variant: Variant) -> str:
     recording = record_loader(engine, engine.load_weights, specs(variant))
     child.recording = recording  # type: ignore[attr-defined]
     child.replica = ShardReplica(
-        "policy", recording.holding, recording.locals, installing=recording.installing, config=child.config
+        "policy", recording.holding, lambda: recording.locals, installing=recording.installing, config=child.config
     )
     return recording.report()
 

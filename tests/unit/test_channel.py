@@ -467,3 +467,57 @@ def test_any_history_ends_with_everybody_on_the_newest_version(seed: int) -> Non
     status = scene.channel.status(number, scene.view)
     assert status.phase is VersionPhase.STAGED
     assert {r.phase for r in status.replicas} == {ReplicaPhase.STAGED}
+
+
+def former(version: int, *, is_whole: bool = True) -> SlotReport:
+    return SlotReport(version, 99, 10, 3 * 4096, 4096, DIGEST, False, is_whole, (4, 5, 6) if is_whole else ())
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_slot_of_a_former_run_is_dropped_and_filled_anew(is_whole: bool) -> None:
+    scene = Scene("A")
+    scene.publish(1)
+    scene.reconcile()
+    scene.staged(1, "A")
+    scene.reconcile()
+    scene.join("B")
+    slots = (former(1, is_whole=is_whole),)
+    scene.channel.restore(
+        "B", ChannelReport("policy", 1, (), None, (ReplicaReport("b", "i", 0, 0),), slots), scene.view
+    )
+    orders = [message for to, message in scene.reconcile() if to == "B"]
+    assert [type(message) for message in orders] == [Abort, Pull]
+    assert (orders[0].version, orders[0].uid) == (1, 99)
+    assert (orders[1].version, orders[1].uid, orders[1].digests) == (1, UID, DIGESTS)
+    scene.channel.staged("B", 1, 99, 3 * 4096, 0.5)
+    status = scene.channel.status(1, scene.view)
+    assert {h.host: h.phase for h in status.holders}["host-B"] is HolderPhase.PULLING, "that was the former one"
+
+
+def test_what_the_trainers_host_has_is_the_version_also_if_a_former_run_reports_first() -> None:
+    channel, view = Channel("policy"), View()
+    for holder in ("B", "T", "A"):
+        view = view.joined(HolderRecord(holder, holder, "i", 1, {}))
+    slots = (former(5), former(7))
+    channel.restore("B", ChannelReport("policy", 7, (MANIFEST,), None, (ReplicaReport("b", "i", 7, 99),), slots), view)
+    trainer, slots = TrainerReport("trainer", "i1", 5), (slot(5, is_origin=True, is_whole=True),)
+    channel.restore("T", ChannelReport("policy", 5, (MANIFEST,), trainer, (), slots), view)
+    channel.restore("A", ChannelReport("policy", 5, (), None, (ReplicaReport("a", "i", 0, 0),), (former(6),)), view)
+    orders = channel.reconcile(view, 0.0, TIMEOUT_S)
+    dropped = {(to, message.version, message.uid) for to, message in orders if isinstance(message, Abort)}
+    assert dropped == {("B", 5, 99), ("B", 7, 99), ("A", 6, 99)}
+    assert {(to, message.version, message.uid) for to, message in orders if isinstance(message, Pull)} == {
+        ("A", 5, UID),
+        ("B", 5, UID),
+    }
+    assert channel.highest == 7, "the next number is new to everybody"
+
+
+def test_a_commit_of_a_former_run_does_not_count() -> None:
+    scene = Scene("A")
+    scene.publish(1)
+    scene.channel.register_replica("A", ReplicaReport("replica-A", "i1", 1, 99))
+    scene.reconcile()
+    assert [r.phase for r in scene.channel.status(1, scene.view).replicas] == [ReplicaPhase.PULLING]
+    scene.channel.committed(Committed("policy", "replica-A", 1, UID, 0.1, ""))
+    assert [r.phase for r in scene.channel.status(1, scene.view).replicas] == [ReplicaPhase.COMMITTED]
