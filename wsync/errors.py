@@ -14,6 +14,7 @@ WsyncError
 │   ├── RemoteFault        the peer answered that it cannot serve this
 │   ├── ChecksumError      bytes differ from what their source had
 │   └── AuthError          wrong or missing token
+├── ProbeError             what a driver, tool or platform says of the hardware cannot be read
 ├── ArenaError             memory or disk for a version cannot be had
 ├── PublishError           a version cannot be published
 └── CommitError            a version cannot be installed
@@ -129,6 +130,10 @@ class ChecksumError(TransportError):
 
 class AuthError(TransportError):
     """The token is wrong or missing."""
+
+
+class ProbeError(WsyncError):
+    """What a driver, tool or platform says of the hardware cannot be read."""
 
 
 class ArenaError(WsyncError):

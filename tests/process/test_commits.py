@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from _members import SMALL, Child, Job, Member, make_tensors, reference
+from _members import SMALL, Child, Job, Member, eventually, make_tensors, reference
 from test_shards import B, W, expected, publish_all, trainers, worker, worker_holding
 
-from wsync.errors import CommitError
+from wsync.errors import ChannelError, CommitError
 
 
 # --- a sharded worker whose commits run inside of something
@@ -137,7 +137,7 @@ def test_a_failure_that_installing_suppresses_is_a_failure(job: Job) -> None:
     time.sleep(0.5)
     for number in (0, 1, 2):
         member.run(break_install, number)
-        with pytest.raises(CommitError, match="installing\\(\\) must let exceptions pass"):
+        with pytest.raises(CommitError, match=r"installing\(\) does not let the error pass.*in place"):
             member.commit_latest()
         assert (member.get("replica.version"), member.get("replica.is_ready")) == (1, True)
         assert member.digest() == expected(1, 0, 2)
@@ -302,3 +302,24 @@ def test_what_was_rolled_back_is_not_installed_again_when_the_tensors_move(job: 
     trainer.publish(3, 3)
     assert replica.wait_version(3) == 3
     assert replica.digest() == reference(SMALL, 3)
+
+
+def test_a_closed_worker_and_a_version_that_is_gone_are_named_without_lanes(job: Job) -> None:
+    ranks, member = trainers(job, 2), worker(job, 0, 2)
+    with pytest.raises(ChannelError, match="no version of 'policy' has been installed here"):
+        member.verify()
+    assert member.wait_version(publish_all(ranks, 1, 1)) == 1
+    for step in (2, 3, 4):
+        publish_all(ranks, step, step)
+    eventually(lambda: _names_its_loss(member), "version 1 is not on this host any more")
+    member.call("replica.close")
+    for call in (member.commit_latest, lambda: member.wait_version(5)):
+        with pytest.raises(CommitError, match="this worker of 'policy' is closed"):
+            call()
+
+
+def _names_its_loss(member: Member) -> bool:
+    try:
+        return member.verify() != []
+    except ChannelError as exc:
+        return "version 1 of 'policy' is not on this host any more" in str(exc)

@@ -8,10 +8,13 @@ know nothing of layouts.
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+import msgspec
 
 from wsync.config import Config
 from wsync.engine import protocol
@@ -109,6 +112,13 @@ class ShardLink:
 
     def close(self) -> None:
         self._link.close()
+
+
+def of_channel(error: WsyncError, channel: str, *, hint: str = "", who: str = "") -> WsyncError:
+    """A lane's error as one of the channel: users know nothing of lanes."""
+    problem = re.sub(rf"{re.escape(channel)}#\w+", channel, who + error.problem)
+    context = msgspec.structs.replace(error.context, channel=channel)
+    return type(error)(problem, hint=hint or error.hint, context=context)
 
 
 LaneViews = tuple[ShardLane, dict[str, Any], list[tuple[TensorSpec, Any]]]

@@ -17,7 +17,7 @@ from wsync.engine.link import Closing
 from wsync.engine.protocol import WaitPhase
 from wsync.engine.publisher import Publisher
 from wsync.engine.session import checked_channel, default_member_id
-from wsync.engine.shard_link import Locals, ShardLink
+from wsync.engine.shard_link import Locals, ShardLink, of_channel
 from wsync.engine.shards import lane_channel
 from wsync.errors import (
     ChannelError,
@@ -121,16 +121,11 @@ class ShardPublisher(Closing):
             try:
                 nbytes += publisher.publish(step, timeout_s=left, version=opened.version, uid=opened.uid).nbytes
             except WsyncError as exc:
-                raise self._told(exc, publisher.channel) from exc
+                # What a lane's publisher offers is not to be had here.
+                hint = "raise timeout_s; status() of the former publication names the workers that lack it"
+                is_late = isinstance(exc, TransferTimeout)
+                raise of_channel(exc, self.channel, who=f"rank {self.rank}: ", hint=hint if is_late else "") from exc
         return ShardPublication(self, opened.version, step, time.monotonic() - started, nbytes, self._all_lanes)
-
-    def _told(self, error: WsyncError, lane: str) -> WsyncError:
-        """A lane's error as one of the channel: users know nothing of lanes, nor of what a lane's publisher offers."""
-        hint = error.hint
-        if isinstance(error, TransferTimeout):
-            hint = "raise timeout_s; status() of the former publication names the workers that lack it"
-        context = msgspec.structs.replace(error.context, channel=self.channel)
-        return type(error)(f"rank {self.rank}: {error.problem.replace(lane, self.channel)}", hint=hint, context=context)
 
     def _follow(self, planned: protocol.LanesPlanned) -> None:
         """Have a publisher for each lane of the plan, and no other."""

@@ -18,7 +18,7 @@ from wsync.engine.link import GRACE_S, Closing, Pinned
 from wsync.engine.overlap import check_wanted
 from wsync.engine.replica import LATEST_GRACE_S, Commit, Replica
 from wsync.engine.session import checked_channel, default_member_id
-from wsync.engine.shard_link import Locals, ShardLink
+from wsync.engine.shard_link import Locals, ShardLink, of_channel
 from wsync.engine.shards import lane_channel, worker_name
 from wsync.errors import (
     ChannelError,
@@ -150,7 +150,7 @@ class ShardReplica(Closing):
     def _follow(self, timeout_s: float, *, grace_s: float = GRACE_S) -> None:
         """Have a replica for each lane of the present plan, and no other; all of them, or those from before."""
         if self._is_closed:
-            raise CommitError(f"this worker of '{self.channel}' is closed", hint="create a new one")
+            raise self._closed()
         self._patience_s = min(MAX_PLAN_CHECK_S, 2 * self._patience_s)  # unless it is answered
         self._check_plan_at = time.monotonic() + self._patience_s
         planned = self._link.lanes(timeout_s, grace_s=grace_s)
@@ -177,6 +177,9 @@ class ShardReplica(Closing):
         for lane in left:
             lane.close()
 
+    def _closed(self) -> CommitError:
+        return CommitError(f"this worker of '{self.channel}' is closed", hint="create a new one")
+
     def _commit(self, min_version: int, deadline: float, *, grace_s: float = GRACE_S) -> Commit | None:
         leases = self._lease_all(min_version, deadline, grace_s)
         if leases is None:
@@ -200,11 +203,14 @@ class ShardReplica(Closing):
             is_lost = not self._restore(exc) if is_begun else was_lost or self._locals.where() != self._where
             self._is_torn = is_lost
             self._release_all(leases, error=str(exc))
-            if isinstance(exc, WsyncError) or not isinstance(exc, Exception):
+            hint = "commit another version before serving" if is_lost else "the former version is in place"
+            if isinstance(exc, WsyncError):
+                raise of_channel(exc, self.channel, hint=hint if isinstance(exc, CommitError) else "") from exc
+            if not isinstance(exc, Exception):
                 raise
             raise CommitError(
                 f"version {leased.version} could not be installed: {type(exc).__name__}: {exc}",
-                hint="commit another version before serving" if is_lost else "the former version is in place",
+                hint=hint,
                 context=ErrorContext(channel=self.channel, version=leased.version, phase="commit"),
             ) from exc
         self._release_all(leases, is_committed=True, pause_s=pause_s)
@@ -226,8 +232,7 @@ class ShardReplica(Closing):
                 raise
         if failure is not None:
             raise CommitError(
-                f"version {version} could not be installed: {failure}",
-                hint="installing() must let exceptions pass",
+                f"version {version} could not be installed, and installing() does not let the error pass: {failure}",
                 context=ErrorContext(channel=self.channel, version=version, phase="commit"),
             ) from failure
         self._where = self._locals.where()
@@ -243,6 +248,8 @@ class ShardReplica(Closing):
 
         Lanes whose versions have one number and different uids are of two runs of the job: the coordinator sorts that.
         """
+        if self._is_closed:
+            raise self._closed()
         if not self._lanes:
             return None
         leases: dict[str, _Lease] = {}
@@ -343,8 +350,19 @@ class ShardReplica(Closing):
             self._locals.refresh()
             wrong: list[str] = []
             for lane in self._lanes.values():
-                is_ours = (lane._version, lane._uid) == (self._version, self._uid)
-                wrong += lane.verify(timeout_s=timeout_s) if is_ours else list(lane._target)
+                if not lane._version:
+                    raise ChannelError(
+                        f"version {self._version} cannot be compared: the trainer's layout has changed since",
+                        hint="commit the next version first",
+                        context=ErrorContext(channel=self.channel, version=self._version, phase="verify"),
+                    )
+                if (lane._version, lane._uid) != (self._version, self._uid):
+                    wrong += list(lane._target)
+                    continue
+                try:
+                    wrong += lane.verify(timeout_s=timeout_s)
+                except WsyncError as exc:
+                    raise of_channel(exc, self.channel) from exc
             return wrong + self._locals.unequal()
 
     def close(self) -> None:
