@@ -102,6 +102,7 @@ def test_a_worker_that_lost_its_holder_is_waited_for(job: Job) -> None:
     assert member.digest() == expected(2, 0, 2)
     assert ranks[0].end().count(ReplicaPhase.COMMITTED) == 1
     job.kill(job.holder_pid("B"))
+    eventually(lambda: not ranks[0].status(2).count(ReplicaPhase.COMMITTED), "the coordinator knows of it")
     with pytest.raises(MembershipError, match=rf"no worker is left .* lost with their holders: {name_of(member)}"):
         ranks[0].wait_committed(2, 1.0)
     assert 0.9 < ranks[0].took_s < 4.0

@@ -16,6 +16,7 @@ from wsync.engine.protocol import (
     ChannelReport,
     Committed,
     Flight,
+    Known,
     Pull,
     ReplicaReport,
     Seal,
@@ -521,3 +522,47 @@ def test_a_commit_of_a_former_run_does_not_count() -> None:
     assert [r.phase for r in scene.channel.status(1, scene.view).replicas] == [ReplicaPhase.PULLING]
     scene.channel.committed(Committed("policy", "replica-A", 1, UID, 0.1, ""))
     assert [r.phase for r in scene.channel.status(1, scene.view).replicas] == [ReplicaPhase.COMMITTED]
+
+
+def test_a_trainer_that_was_replaced_meanwhile_takes_no_version_from_the_job() -> None:
+    """Cut off with version 1; another trainer publishes 2 and 3 and leaves; then it is back and counts on from 1."""
+    scene = Scene("A")
+    scene.publish(1)
+    scene.staged(1, "A")
+    scene.reconcile()
+    scene.lose("T")
+    scene.join("U")
+    scene.channel.register_trainer("U", TrainerReport("other", "i2"), MANIFEST, 1, scene.view)
+    for number in (2, 3):
+        message = Announce("policy", "i2", number, 20 + number, 0, 3 * 4096, 4096, DIGEST, 0, ())
+        scene.channel.announce("U", message)
+        scene.channel.sealed("U", number, 20 + number, DIGESTS)
+        scene.reconcile()
+        scene.channel.staged("A", number, 20 + number, 3 * 4096, 0.5)
+        scene.reconcile()
+    scene.channel.member_gone("other", "i2")
+    scene.join("T")
+    trainer, slots = TrainerReport("trainer", "i1", 1), (slot(1, is_origin=True, is_whole=True),)
+    scene.channel.restore("T", ChannelReport("policy", 1, (MANIFEST,), trainer, (), slots), scene.view)
+    orders = scene.reconcile()
+    assert not [message for _, message in orders if isinstance(message, Abort)]
+    assert scene.channel.newest_staged(scene.view) == 3
+    assert ("T", Known("policy", 3)) in orders
+    with pytest.raises(StaleView, match="version 2 of 'policy' was given already"):
+        scene.announce(2)  # said before it was told
+    with pytest.raises(ChannelError, match="version 2 of 'policy' was dropped: another trainer has given that number"):
+        scene.channel.status(2, scene.view, uid=UID)
+    assert scene.channel.status(2, scene.view, uid=22).phase is VersionPhase.STAGED
+
+
+def test_a_trainer_that_does_not_know_of_a_former_run_yet_takes_its_numbers() -> None:
+    scene = Scene("A")
+    scene.join("B")
+    report = ChannelReport("policy", 2, (), None, (ReplicaReport("b", "i", 2, 99),), (former(1), former(2)))
+    scene.channel.restore("B", report, scene.view)
+    scene.publish(1)
+    orders = scene.reconcile()
+    dropped = {(to, message.version, message.uid) for to, message in orders if isinstance(message, Abort)}
+    assert dropped == {("B", 1, 99), ("B", 2, 99)}
+    assert {(to, message.uid) for to, message in orders if isinstance(message, Pull)} == {("A", UID), ("B", UID)}
+    assert ("T", Known("policy", 2)) in orders

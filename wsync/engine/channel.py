@@ -92,6 +92,8 @@ class _Version:
     manifest_digest: str
     origin: str = ""
     phase: VersionPhase = VersionPhase.PENDING
+    is_announced: bool = False
+    """By its trainer to this coordinator; else a holder said that it has it."""
     is_sealed: bool = False
     digests: tuple[int, ...] = ()
     error: str = ""
@@ -135,7 +137,7 @@ class Channel:
             )
         self.trainer = _Trainer(holder_id, report.member_id, report.incarnation, report.published)
         if report.published:
-            self._disown_after(report.published)
+            self._disown_from(report.published + 1)
         self.manifest_digest = manifest.digest()
         self.manifests[self.manifest_digest] = manifest
         self.highest = max(self.highest, last_version)
@@ -183,11 +185,18 @@ class Channel:
                 f"channel '{self.name}' has another trainer now",
                 context=ErrorContext(channel=self.name, version=message.version, phase="publish"),
             )
-        if message.version <= self.highest and message.version in self.versions:
+        known = self.versions.get(message.version)
+        if known is not None and known.uid == message.uid:
             return
+        if known is not None and known.is_announced:
+            self._orders.append((holder_id, Known(self.name, self.highest)))
+            raise StaleView(
+                f"version {message.version} of '{self.name}' was given already",
+                context=ErrorContext(channel=self.name, version=message.version, phase="publish"),
+            )
         self.highest = max(self.highest, message.version)
         self.trainer.published = message.version
-        self._disown_after(message.version)
+        self._disown_from(message.version)
         for number, version in self.versions.items():
             if version.phase is VersionPhase.PENDING or number == message.replaces:
                 self._end(number, VersionPhase.SUPERSEDED, f"version {message.version} took its place")
@@ -197,13 +206,14 @@ class Channel:
         entry = _Version(
             message.uid, message.step, message.nbytes, message.chunk_nbytes, message.manifest_digest, origin=holder_id
         )
+        entry.is_announced = True
         entry.holders[holder_id] = _Receiver()
         self.versions[message.version] = entry
         self._forget_old()
 
-    def _disown_after(self, number: int) -> None:
-        """The trainer counts from here: versions with higher numbers are of a run that it knew nothing of."""
-        for other in [n for n in self.versions if n > number]:
+    def _disown_from(self, number: int) -> None:
+        """The trainer counts from here: what others said of such numbers is of a run that it knew nothing of."""
+        for other in [n for n, version in self.versions.items() if n >= number and not version.is_announced]:
             self._disown(other)
 
     def _disown(self, number: int) -> None:
@@ -267,6 +277,8 @@ class Channel:
         if report.trainer is not None and report.manifests:
             with contextlib.suppress(ChannelError):  # a second trainer: the present one stays
                 self.register_trainer(holder_id, report.trainer, report.manifests[-1], report.highest_version, view)
+                if report.highest_version < self.highest:
+                    self._orders.append((holder_id, Known(self.name, self.highest)))
         for slot in report.slots:
             self._restore_slot(holder_id, slot)
         if not self.manifest_digest and report.manifests:
@@ -275,7 +287,8 @@ class Channel:
     def _restore_slot(self, holder_id: str, report: SlotReport) -> None:
         self._remember(report.version)
         version = self.versions.get(report.version)
-        if version is not None and version.uid != report.uid and self.trainer and self.trainer.holder_id == holder_id:
+        is_trainers = self.trainer is not None and self.trainer.holder_id == holder_id
+        if version is not None and version.uid != report.uid and is_trainers and not version.is_announced:
             self._disown(report.version)  # a holder of a former run was faster
             version = None
         problem = self._problem_with(report, version)
@@ -489,9 +502,15 @@ class Channel:
             replica.errors = {n: e for n, e in replica.errors.items() if n in self.versions}
 
     # --- what is
-    def status(self, number: int, view: View) -> VersionStatus:
-        """Raises `ChannelError` for a version that is not remembered."""
+    def status(self, number: int, view: View, *, uid: int = 0) -> VersionStatus:
+        """Raises `ChannelError` for a version that is not remembered, or whose uid is not the one that is given."""
         version = self.versions.get(number)
+        if version is not None and uid not in (0, version.uid):
+            raise ChannelError(
+                f"version {number} of '{self.name}' was dropped: another trainer has given that number",
+                hint="publish the next version",
+                context=ErrorContext(channel=self.name, version=number),
+            )
         if version is None:
             raise ChannelError(
                 f"channel '{self.name}' has no version {number}",

@@ -261,7 +261,8 @@ class Coordinator:
         try:
             channel.announce(holder_id, message)
         except StaleView as exc:
-            self._send([(holder_id, protocol.Abort(message.channel, message.version, message.uid, exc.problem))])
+            abort = protocol.Abort(message.channel, message.version, message.uid, exc.problem)
+            self._send([(holder_id, abort)])
 
     def _channel(self, name: str) -> Channel:
         if name not in self._channels:
@@ -370,7 +371,7 @@ class Coordinator:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wish.timeout_s
         while True:
-            status = self._channels[wish.channel].status(wish.version, self.view)
+            status = self._channels[wish.channel].status(wish.version, self.view, uid=wish.uid)
             verdict = is_reached(status, wish)
             if verdict is not None:
                 return protocol.VersionReport(status, verdict)

@@ -167,6 +167,7 @@ class Origin:
     def abort(self, held: HeldSlot) -> None:
         """Drop a version that is here; who is installing it goes on."""
         packing = self._packings.get(held.version)
+        packing = packing if packing is not None and packing.held is held else None
         if packing is not None:
             packing.is_dropped = True
             packing.grown.set()

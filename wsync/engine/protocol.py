@@ -267,6 +267,7 @@ class AwaitVersion(Message, frozen=True):
 
     channel: str
     version: int
+    uid: int
     phase: WaitPhase
     num_replicas: int
     timeout_s: float

@@ -12,6 +12,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from wsync.config import Config
 from wsync.engine import protocol
 from wsync.engine.link import Closing, Link, Pinned
@@ -145,7 +147,7 @@ class Publisher(Closing):
             if version:
                 self._last_version = version
                 self._sent = {v: s for v, s in self._sent.items() if v > version - 8} | {version: (step, uid)}
-            return Publication(self, version, step, time.monotonic() - started, nbytes)
+            return Publication(self, version, uid, step, time.monotonic() - started, nbytes)
 
     def _snapshot(
         self, holder: Pinned, live: Tensors, step: int, wanted_version: int, wanted_uid: int, timeout_s: float
@@ -202,7 +204,7 @@ class Publisher(Closing):
             left = max(0.0, deadline - time.monotonic())
             try:
                 reply = self._link.ask(
-                    protocol.AwaitVersion(wish.channel, wish.version, wish.phase, wish.num_replicas, left),
+                    msgspec.structs.replace(wish, timeout_s=left),
                     timeout_s=left + 2.0,
                 )
             except PeerLost:
@@ -225,9 +227,9 @@ class Publication:
     `pause_s` is how long `publish` held the trainer, `nbytes` the bytes of the snapshot.
     """
 
-    def __init__(self, publisher: Publisher, version: int, step: int, pause_s: float, nbytes: int) -> None:
+    def __init__(self, publisher: Publisher, version: int, uid: int, step: int, pause_s: float, nbytes: int) -> None:
         self.version, self.step, self.pause_s, self.nbytes = version, step, pause_s, nbytes
-        self._publisher = publisher
+        self._publisher, self._uid = publisher, uid
 
     def __repr__(self) -> str:
         return (
@@ -258,7 +260,7 @@ class Publication:
         if self.is_skipped:
             raise PublishError("this publication was skipped: an earlier version was still on its way")
         return self._publisher._await(
-            protocol.AwaitVersion(self._publisher.channel, self.version, phase, num_replicas, timeout_s)
+            protocol.AwaitVersion(self._publisher.channel, self.version, self._uid, phase, num_replicas, timeout_s)
         )
 
     def _wait(self, phase: WaitPhase, timeout_s: float, num_replicas: int) -> VersionStatus:

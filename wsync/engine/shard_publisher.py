@@ -125,7 +125,8 @@ class ShardPublisher(Closing):
                 hint = "raise timeout_s; status() of the former publication names the workers that lack it"
                 is_late = isinstance(exc, TransferTimeout)
                 raise of_channel(exc, self.channel, who=f"rank {self.rank}: ", hint=hint if is_late else "") from exc
-        return ShardPublication(self, opened.version, step, time.monotonic() - started, nbytes, self._all_lanes)
+        pause_s = time.monotonic() - started
+        return ShardPublication(self, opened, step, pause_s, nbytes, self._all_lanes)
 
     def _follow(self, planned: protocol.LanesPlanned) -> None:
         """Have a publisher for each lane of the plan, and no other."""
@@ -160,14 +161,14 @@ class ShardPublication:
     def __init__(
         self,
         publisher: ShardPublisher,
-        version: int,
+        opened: protocol.RoundOpened,
         step: int,
         pause_s: float,
         nbytes: int,
         lanes: tuple[tuple[str, int], ...],
     ) -> None:
-        self.version, self.step, self.pause_s, self.nbytes = version, step, pause_s, nbytes
-        self._publisher, self._lanes = publisher, lanes
+        self.version, self.step, self.pause_s, self.nbytes = opened.version, step, pause_s, nbytes
+        self._publisher, self._uid, self._lanes = publisher, opened.uid, lanes
 
     def __repr__(self) -> str:
         return (
@@ -322,7 +323,7 @@ class ShardPublication:
             left = max(0.0, deadline - time.monotonic())
             try:
                 report = self._publisher._link.ask(
-                    lambda left: protocol.AwaitVersion(channel, self.version, phase, 0, left),
+                    lambda left: protocol.AwaitVersion(channel, self.version, self._uid, phase, 0, left),
                     timeout_s=left,
                     grace_s=_GRACE_S,
                 )
