@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from _members import Child, Job, Member, eventually, logical_bytes, sha
 from test_cases import with_coordinator
-from test_shards import expected, open_misfit, open_trainer, publish, publish_all, trainers, worker
+from test_shards import expected, open_misfit, open_trainer, publish, publish_all, trainers, worker, worker_holding
 from test_shards_faults import restart_coordinator
 
-from wsync.errors import ManifestMismatch, MembershipError, PublishError, TransferTimeout
+from wsync.errors import ChannelError, ManifestMismatch, MembershipError, PublishError, TransferTimeout
 from wsync.status import ReplicaPhase, VersionPhase
 
 HASH = re.compile(r"[0-9a-f]{12}")
@@ -142,9 +142,9 @@ def test_no_worker_at_all_and_one_that_never_commits_are_told_apart(job: Job) ->
 
 
 def warn_soon(child: Child) -> None:
-    import wsync.engine.shard_link as module
+    from wsync.engine import replica, shard_link
 
-    module.WARN_AFTER_S = 0.3
+    replica.WARN_AFTER_S = shard_link.WARN_AFTER_S = 0.3
 
 
 def test_publish_says_whom_it_waits_for(job: Job) -> None:
@@ -167,6 +167,15 @@ def test_publish_says_whom_it_waits_for(job: Job) -> None:
     assert second.run(publish, 2, 2) == first.end() == 2
     assert member.wait_version(2) == 2
     assert member.digest() == expected(2, 0, 2)
+
+
+def test_a_replica_says_that_it_waits(job: Job) -> None:
+    replica = job.replica(channel="policy")
+    replica.run(warn_soon)
+    replica.begin("wait_version", 1, 20.0)
+    eventually(lambda: "waits for version 1 of 'policy', for 20 s more" in replica.log(), "it is logged", 10.0)
+    job.trainer(channel="policy").publish(1, 1)
+    assert replica.end() == 1
 
 
 def test_a_new_coordinator_that_waits_for_holders_does_not_cut_the_time_out_short(job: Job) -> None:
@@ -298,3 +307,48 @@ def test_the_declared_layout_of_the_readme(job: Job) -> None:
             assert member.wait_version(seed) == seed
             assert member.digest() == {"attn.qkv_proj": fused(seed, rank)} != old
             assert member.verify() == []
+
+
+def test_a_refused_worker_is_told_each_time_it_asks(job: Job) -> None:
+    ranks, misfit = trainers(job, 2), job.member()
+    misfit.run(open_misfit)
+    for _ in range(3):
+        with pytest.raises(ManifestMismatch, match=r"'w'.*12, 11"):
+            misfit.commit_latest()
+    publish_all(ranks, 1, 1)
+    with pytest.raises(ManifestMismatch, match=r"'w'.*12, 11"):
+        misfit.commit_latest()
+    assert misfit.get("replica.is_ready") is False
+
+
+def test_whole_tensors_and_shards_are_not_taken_for_one_another(job: Job) -> None:
+    ranks = trainers(job, 2)
+    for open_other in (job.replica, job.trainer):
+        with pytest.raises(ChannelError, match=r"channel 'policy' is published in shards.*use ShardPublisher and"):
+            open_other()
+    job.trainer(channel="whole")
+    early = job.replica(channel="early")
+    early.begin("wait_version", 1, 3.0)
+    misfit = job.member()
+    with pytest.raises(ChannelError, match=r"channel 'whole' is published by trainer-.* as whole tensors.*Replica"):
+        misfit.run(open_shard_worker, "whole")
+    there = r"nobody has published channel 'early'.*published in this job: policy, whole"
+    with pytest.raises(ChannelError, match=there):
+        early.end()
+    waiting = job.member()
+    waiting.run(open_shard_worker, "later")
+    waiting.begin("wait_version", 1, 20.0)
+    job.trainer(channel="later")
+    with pytest.raises(ChannelError, match=r"channel 'later' is published by trainer-.* as whole tensors.*Replica"):
+        waiting.end()
+    assert waiting.took_s < 10.0
+    for rank in ranks:
+        rank.close()
+    assert job.trainer().publish(1, 1) >= 1, "the channel is free when its ranks have left"
+
+
+def open_shard_worker(child: Child, channel: str) -> None:
+    from wsync import ShardReplica
+
+    child.tensors = {"wt": np.zeros((6, 12), np.float32), "bb": np.zeros((2, 12), np.int64)}
+    child.replica = ShardReplica(channel, worker_holding(0, 2), child.tensors, config=child.config)

@@ -217,13 +217,16 @@ class Coordinator:
         logger.debug("from %s: %s", holder_id, message)
         channel = self._channel(getattr(message, "channel", ""))
         match message:
-            case protocol.RegisterTrainer(_, report, manifest, last_version):
+            case protocol.RegisterTrainer(name, report, manifest, last_version):
+                self._check_kind(name, is_sharded=False)
                 channel.register_trainer(holder_id, report, manifest, last_version, self.view)
                 return protocol.Attached(manifest, channel.highest)
-            case protocol.RegisterReplica(_, replica):
+            case protocol.RegisterReplica(name, replica):
+                self._check_kind(name, is_sharded=False)
                 channel.register_replica(holder_id, replica)
                 return protocol.Attached(channel.manifests.get(channel.manifest_digest), channel.highest)
             case protocol.RegisterShard(name, shard):
+                self._check_kind(name, is_sharded=True)
                 shards = self._sharded(name)
                 shards.register(holder_id, shard, self.view)
                 return protocol.Attached(None, shards.highest)
@@ -277,8 +280,28 @@ class Coordinator:
     def _manifest(self, message: protocol.GetManifest) -> Message:
         found = self._channel(message.channel).manifests.get(message.digest)
         if found is None:
-            raise ChannelError(f"channel '{message.channel}' has no manifest {message.digest}")
+            self._check_kind(message.channel, is_sharded=False)
+            names = [name for name, channel in self._channels.items() if channel.manifests and "#" not in name]
+            names += [name for name, shards in self._shards.items() if shards.is_published(self.view)]
+            raise ChannelError(
+                f"channel '{message.channel}' has no manifest {message.digest}",
+                hint=f"published in this job: {', '.join(sorted(names)) or 'no channel yet'}",
+            )
         return protocol.ManifestFound(found)
+
+    def _check_kind(self, name: str, *, is_sharded: bool) -> None:
+        """Raise `ChannelError` when somebody publishes the channel in the other way."""
+        channel, shards = self._channels.get(name), self._shards.get(name)
+        if is_sharded and channel is not None and channel.trainer is not None:
+            raise ChannelError(
+                f"channel '{name}' is published by {channel.trainer.member_id} as whole tensors",
+                hint="use Publisher and Replica, or another channel",
+            )
+        if not is_sharded and shards is not None and shards.is_published(self.view):
+            raise ChannelError(
+                f"channel '{name}' is published in shards",
+                hint="use ShardPublisher and ShardReplica, or another channel",
+            )
 
     # --- orders and waits
     def _reconcile(self) -> None:
@@ -327,6 +350,7 @@ class Coordinator:
         shards = self._sharded(wish.channel)
         deadline = asyncio.get_running_loop().time() + wish.timeout_s
         while not shards.can_answer(wish.incarnation):
+            self._check_kind(wish.channel, is_sharded=True)
             if not await self._changes.wait(deadline):
                 return protocol.LanesPlanned("", (), (), shards.missing_ranks)
         await self._plan(shards)

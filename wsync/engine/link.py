@@ -31,6 +31,9 @@ from wsync.memory import Slot
 
 logger = logging.getLogger("wsync")
 
+WARN_AFTER_S = 5.0
+"""Who waits so long for somebody says so in the log."""
+
 PURPOSE = "member"
 GRACE_S = 5.0
 """The holder answers by a request's deadline; one that has not answered so much later hangs."""

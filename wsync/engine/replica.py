@@ -6,6 +6,7 @@ commit: one copy from the mapped slot into the live tensors, whose storages, poi
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
@@ -16,7 +17,7 @@ import msgspec
 
 from wsync.config import Config
 from wsync.engine import protocol
-from wsync.engine.link import GRACE_S, Closing, Link, Pinned
+from wsync.engine.link import GRACE_S, WARN_AFTER_S, Closing, Link, Pinned
 from wsync.engine.protocol import Message
 from wsync.engine.session import checked_channel, default_member_id, find_holder
 from wsync.engine.tensors import Tensors, live_tensors
@@ -33,6 +34,8 @@ from wsync.errors import (
 )
 from wsync.manifest import Lane, Manifest, Placement, check_agreement, lane_of
 from wsync.memory import Slot
+
+logger = logging.getLogger("wsync")
 
 LATEST_GRACE_S = 0.5
 """`commit_latest` waits so long at most for its holder's word; a holder that takes longer is left and joined again."""
@@ -162,19 +165,26 @@ class Replica(Closing):
         deadline, ChannelError when nobody publishes the channel.
         """
         deadline = time.monotonic() + timeout_s
+        warn_at = time.monotonic() + WARN_AFTER_S
         while True:
             version = self._version
             if version >= min_version and not self._is_lost():
                 installed = self._installed.get(version)
                 return Commit(version, installed.step if installed is not None else 0, 0.0, 0)
+            now = time.monotonic()
             try:
-                commit = self._commit(self._news(max(0.0, deadline - time.monotonic()), min_version))
+                commit = self._commit(self._news(max(0.0, min(deadline, warn_at) - now), min_version))
             except (PeerLost, StaleView):
                 commit = None
             if commit is not None:
                 return commit
-            if time.monotonic() >= deadline:
+            now = time.monotonic()
+            if now >= deadline:
                 raise self._not_there(min_version, timeout_s)
+            if now >= warn_at:
+                warn_at = deadline
+                text = "%s waits for version %d of '%s', for %.0f s more"
+                logger.warning(text, self.member_id, min_version, self.channel, deadline - now)
 
     def _news(self, timeout_s: float, min_version: int = 1) -> protocol.LeaseVersion:
         """The wish for a version that is news: newer than all so far, or of the present number if the tensors have lost

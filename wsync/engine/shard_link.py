@@ -19,7 +19,7 @@ import msgspec
 from wsync.config import Config
 from wsync.engine import protocol
 from wsync.engine.lanes import Locator, ShardLane
-from wsync.engine.link import GRACE_S, Link
+from wsync.engine.link import GRACE_S, WARN_AFTER_S, Link
 from wsync.engine.protocol import Message
 from wsync.engine.session import find_holder
 from wsync.engine.tensors import check_arrays, copy_into, dtype_name, is_equal, is_released, memory_of, strided_view
@@ -28,9 +28,6 @@ from wsync.holding import Holding
 from wsync.manifest import TensorSpec
 
 logger = logging.getLogger("wsync")
-
-WARN_AFTER_S = 5.0
-"""A member that waits so long for trainer ranks says so in its log."""
 
 
 class ShardLink:

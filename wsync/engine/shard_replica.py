@@ -26,6 +26,7 @@ from wsync.errors import (
     ConfigError,
     ConnectError,
     ErrorContext,
+    ManifestMismatch,
     MembershipError,
     PeerLost,
     StaleView,
@@ -80,6 +81,7 @@ class ShardReplica(Closing):
         self._lanes: dict[str, Replica] = {}
         self._plan_id = ""
         self._check_plan_at, self._patience_s = 0.0, PLAN_CHECK_S
+        self._refusal: ManifestMismatch | None = None
         if not holding.nbytes:
             raise ConfigError("the holding wants no element of any tensor", hint="leave this worker out")
         self._link = ShardLink(self.channel, self.member_id, self.config, holding, rank=-1, num_ranks=0)
@@ -115,6 +117,8 @@ class ShardReplica(Closing):
                 if commit is None and time.monotonic() >= self._check_plan_at:
                     self._follow(0.0, grace_s=LATEST_GRACE_S)
                     commit = self._commit(0, time.monotonic(), grace_s=LATEST_GRACE_S)
+                if commit is None and self._refusal is not None:
+                    raise self._refusal
                 return commit
             except (PeerLost, StaleView, TransferTimeout, ConnectError, MembershipError):
                 return None
@@ -153,9 +157,15 @@ class ShardReplica(Closing):
             raise self._closed()
         self._patience_s = min(MAX_PLAN_CHECK_S, 2 * self._patience_s)  # unless it is answered
         self._check_plan_at = time.monotonic() + self._patience_s
-        planned = self._link.lanes(timeout_s, grace_s=grace_s)
+        try:
+            planned = self._link.lanes(timeout_s, grace_s=grace_s)
+            self._refusal = None
+        except ManifestMismatch as exc:  # said again to everybody who asks, until there is another answer
+            self._refusal = exc
         self._patience_s = PLAN_CHECK_S
         self._check_plan_at = time.monotonic() + PLAN_CHECK_S
+        if self._refusal is not None:
+            raise self._refusal
         if planned.plan_id == self._plan_id:
             return
         views = self._locals.views(planned.mine)

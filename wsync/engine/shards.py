@@ -163,6 +163,10 @@ class Shards:
         num_ranks = next((member.report.num_ranks for member in self._trainers.values()), 1)
         return tuple(rank for rank in range(num_ranks) if rank not in self._trainers)
 
+    def is_published(self, view: View) -> bool:
+        """Whether a trainer rank is there."""
+        return any(view.holder(member.holder_id) for member in self._trainers.values())
+
     def can_answer(self, incarnation: str) -> bool:
         """Whether the member's lanes are known, or can be planned: a worker like others needs no trainer for that."""
         worker = self._workers.get(incarnation)
