@@ -17,7 +17,10 @@ from wsync.errors import ConfigError, WsyncError
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a subcommand; exit status 1 for a named error, 2 for wrong usage."""
+    """Run a subcommand; exit status 1 for a named error, 2 for wrong usage.
+
+    `verify` keeps 1 for weights that differ: its named errors, about reports that cannot be compared, are 2 too.
+    """
     parser = argparse.ArgumentParser(prog="wsync", description="Asynchronous weight broadcast for RL.")
     parser.add_argument("--version", action="version", version=f"wsync {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -28,15 +31,20 @@ def main(argv: list[str] | None = None) -> int:
     coordinator.add_argument("--token-file", type=Path, required=True, help="the job's token; made if it is not there")
 
     verify = commands.add_parser("verify", help="compare the weights of a trainer's ranks and of a replica's workers")
-    verify.add_argument("--trainer", type=Path, nargs="+", required=True, help="digest reports of all trainer ranks")
-    verify.add_argument("--replica", type=Path, nargs="+", required=True, help="digest reports of a replica's workers")
+    for side, whose in (("--trainer", "all trainer ranks"), ("--replica", "a replica's workers")):
+        verify.add_argument(
+            side, type=Path, nargs="+", action="extend", required=True, help=f"digest reports of {whose}"
+        )
 
     demo = commands.add_parser("demo", help="a live broadcast on a Ray cluster of three nodes on this machine")
     from wsync.demo import add_arguments
 
     add_arguments(demo)
     arguments = parser.parse_args(argv)
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=os.environ.get("WSYNC_LOG", "INFO"))
+    level = (os.environ.get("WSYNC_LOG") or "INFO").upper()
+    if level not in logging.getLevelNamesMapping():
+        parser.error(f"WSYNC_LOG must be a level such as INFO, not {level!r}")
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=level)
     try:
         if arguments.command == "coordinator":
             return run_coordinator(arguments.listen, arguments.port, arguments.token_file)
@@ -47,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         return run_demo(arguments)
     except WsyncError as exc:
         print(f"wsync {arguments.command}: {type(exc).__name__}: {exc}", file=sys.stderr)
-        return 1
+        return 2 if arguments.command == "verify" else 1
 
 
 def run_coordinator(listen: str, port: int, token_file: Path) -> int:
@@ -76,10 +84,14 @@ def run_coordinator(listen: str, port: int, token_file: Path) -> int:
 
 
 def run_verify(trainer: Sequence[Path], replica: Sequence[Path]) -> int:
-    """Print every tensor that differs; exit status 1 when there is one."""
-    from wsync.engine.verify import DigestReport, compare
+    """Print every tensor that differs; exit status 1 when there is one. Raises ConfigError for reports that cannot be
+    read or compared, also when one of a side seems to be missing.
+    """
+    from wsync.engine.verify import DigestReport, check_complete, compare
 
     reports = [[DigestReport.load(path) for path in paths] for paths in (trainer, replica)]
+    for side, given in zip(("trainer", "replica"), reports, strict=True):
+        check_complete(given, side)
     differences = compare(*reports)
     for difference in differences:
         print(difference)

@@ -23,11 +23,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """How a process takes part in a job. The first process on a host passes it on to the holder it starts."""
 
     job: str = _from_env("WSYNC_JOB", "default")
-    """Jobs on one machine do not see each other; a name, not a secret."""
+    """Keeps jobs of one machine, or of one Ray cluster, apart. Where `WSYNC_ADDRESS` names a coordinator, that is the
+    job, whatever the name. A name, not a secret.
+    """
     host: str = _from_env("WSYNC_HOST", "auto")
     """Identity of this host. `auto`: the Ray node id inside Ray, else the machine's boot id and network namespace."""
     listen: str = _from_env("WSYNC_LISTEN", "127.0.0.1")
-    """Address for control and data sockets; `node` means the address by which Ray knows this node."""
+    """Address for control and data sockets; `node`: the address by which Ray knows this node (inside Ray only)."""
     chunk_nbytes: int = 8 * MIB
     """Unit of transfer, retry, relay and digest."""
     num_slots: int = 2

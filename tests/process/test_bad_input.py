@@ -65,12 +65,15 @@ def test_no_coordinator_is_named_by_the_deadline(job: Job) -> None:
         closed.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{closed.getsockname()[1]}"
         job.env |= {"WSYNC_ADDRESS": address, "WSYNC_TOKEN": "secret"}
-        member = job.member(join_timeout_s=4.0)
-        member.make(SMALL, 1)
-        for what in ("open_publisher", "open_replica"):
-            with pytest.raises(ConnectError, match=f"no coordinator within 4 s: the coordinator at {address}"):
+        for what, timeout_s, num_warnings in (("open_publisher", 4.0, 0), ("open_replica", 6.0, 1)):
+            member = job.member(join_timeout_s=timeout_s)
+            member.make(SMALL, 1)
+            # The holder may still be the first member's, which asks for four seconds, and is then asked twice.
+            with pytest.raises(ConnectError, match=f"^no coordinator within [46] s: the coordinator at {address}"):
                 getattr(member, what)("policy")
-            assert member.took_s < 12.0
+            assert member.took_s < timeout_s + 8.0
+            warning = f"waiting for the coordinator at {address} (WSYNC_ADDRESS) since 5 s"
+            assert member.log().count(warning) == num_warnings, member.log()
     for address, text in (("nowhere", "must be host:port"), ("127.0.0.1:x", "must be host:port")):
         job.env["WSYNC_ADDRESS"] = address
         member = job.member()
@@ -91,6 +94,25 @@ def test_no_coordinator_is_named_by_the_deadline(job: Job) -> None:
         member.make(SMALL, 1)
         with pytest.raises(ConfigError, match=f"token {problem}"):
             member.open_publisher("policy")
+
+
+def test_a_coordinator_serves_one_job_whatever_its_members_call_it(job: Job) -> None:
+    with_coordinator(job)
+    trainer = job.trainer(config={"job": "one"})
+    replica = job.replica(config={"job": "another"})
+    trainer.publish(1)
+    assert replica.wait_version(1) == 1
+    check_moved(replica, SMALL, 0, 1)
+
+
+def test_nothing_is_started_for_a_token_without_an_address(job: Job) -> None:
+    job.env["WSYNC_TOKEN"] = "secret"
+    member = job.member()
+    member.make(SMALL, 1)
+    for what in ("open_publisher", "open_replica"):
+        with pytest.raises(ConfigError, match="WSYNC_TOKEN is set, but WSYNC_ADDRESS is not"):
+            getattr(member, what)("policy")
+    assert not job.holder_pids()
 
 
 def count_refused(child: Child) -> int:

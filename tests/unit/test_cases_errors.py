@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import pickle
+import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,7 +15,11 @@ import pytest
 
 from wsync.config import Config
 from wsync.engine.coordinator import listening_socket
-from wsync.errors import ConfigError, ErrorContext, ErrorRecord, RemoteFault, TransferTimeout, WsyncError
+from wsync.engine.protocol import Done, HolderHello, Message
+from wsync.engine.session import find_holder
+from wsync.engine.upstream import Upstream
+from wsync.engine.wire import Wire
+from wsync.errors import ConfigError, ConnectError, ErrorContext, ErrorRecord, RemoteFault, TransferTimeout, WsyncError
 
 CONTEXT = ErrorContext(
     channel="policy",
@@ -107,3 +115,64 @@ def test_an_address_that_cannot_be_had_is_named() -> None:
         port = first.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
             listening_socket("127.0.0.1", port)
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
+    """No wsync variable is set but the runtime folder, in which nothing may appear."""
+    for name in [name for name in os.environ if name.startswith("WSYNC_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WSYNC_RUNTIME_DIR", str(tmp_path))
+    yield monkeypatch
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["WSYNC_TOKEN", "WSYNC_TOKEN_FILE"])
+@pytest.mark.parametrize("has_ray", [False, True])
+def test_a_token_without_an_address_is_refused(name: str, has_ray: bool, bare: pytest.MonkeyPatch) -> None:
+    """Whoever misspells WSYNC_ADDRESS would wait in a job of his own."""
+    bare.setenv(name, "secret")
+    bare.setenv("WSYNC_ADRESS", "10.0.0.1:7777")
+    bare.setattr("wsync.engine.session._running_ray", lambda: has_ray or None)
+    with pytest.raises(ConfigError, match=f"{name} is set, but WSYNC_ADDRESS is not.*or unset {name}"):
+        find_holder(Config(), 5.0)
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1:7777"])
+def test_the_address_of_a_ray_node_is_refused_outside_ray(address: str, bare: pytest.MonkeyPatch) -> None:
+    if address:
+        bare.setenv("WSYNC_ADDRESS", address)
+        bare.setenv("WSYNC_TOKEN", "secret")
+    bare.setenv("WSYNC_LISTEN", "node")
+    why = "WSYNC_ADDRESS names a coordinator outside Ray" if address else r"ray\.init\(\) has not been called"
+    for config in (Config(), Config(listen="node")):
+        with pytest.raises(ConfigError, match=f"listening on 'node' needs Ray.*{why}.*WSYNC_LISTEN"):
+            find_holder(config, 5.0)
+
+
+def test_a_coordinator_that_is_not_there_is_told_once() -> None:
+    async def ask(port: int) -> None:
+        async def resolve() -> tuple[str, int]:
+            return "127.0.0.1", port
+
+        async def handle(_wire: Wire, _message: Message, _descriptors: list[int]) -> Message | None:
+            return None
+
+        def hello() -> HolderHello:
+            raise AssertionError("nobody is there to greet")
+
+        upstream = Upstream(Config(), "secret", resolve, hello, handle)
+        running = asyncio.create_task(upstream.run())
+        try:
+            await upstream.call(Done(), timeout_s=0.5)
+        finally:
+            running.cancel()
+
+    with socket.socket() as closed:  # bound, and nobody listens
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+        with pytest.raises(ConnectError) as got:
+            asyncio.run(ask(port))
+    text = str(got.value)
+    assert text.startswith(f"no coordinator within 0.5 s: the coordinator at 127.0.0.1:{port} does not answer (")
+    assert [text.count(part) for part in ("check that", "phase=", "WSYNC_ADDRESS")] == [1, 1, 1], text

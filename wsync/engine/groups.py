@@ -6,8 +6,11 @@ numbered, so that everything after this step costs per layout and not per tensor
 
 from __future__ import annotations
 
+import difflib
+import heapq
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import msgspec
@@ -174,6 +177,7 @@ class _Names:
         self._trainer = trainer
         self._lacking: dict[str, None] = {}
         self._differing: dict[str, None] = {}
+        self._differs_in_shape = False
         self._untied: dict[str, None] = {}
 
     def translated(self, holding: Holding) -> list[str]:
@@ -189,6 +193,7 @@ class _Names:
                 continue
             if known.shape != spec.shape or known.dtype != spec.dtype:
                 self._differing[f"'{spec.name}' {_kind(known)} -> {_kind(spec)}"] = None
+                self._differs_in_shape |= known.shape != spec.shape
             name = known.alias_of or known.name
             if theirs.setdefault(root, name) != name:
                 self._untied[f"'{theirs[root]}' = '{name}'"] = None
@@ -209,7 +214,15 @@ class _Names:
             if names
         ]
         if faults:
-            raise ManifestMismatch("; ".join(faults), hint="give both sides the same names, shapes, dtypes and ties")
+            raise ManifestMismatch("; ".join(faults), hint="; ".join(self._hints()))
+
+    def _hints(self) -> Iterator[str]:
+        if self._lacking:
+            yield near(self._lacking, self._trainer) or "publish what is wanted, or leave it out where it is wanted"
+        if self._differing and not self._differs_in_shape:
+            yield "publish in the dtype that is wanted (read_state(..., dtypes=...)), or want it as it travels"
+        if self._differs_in_shape or self._untied:
+            yield "give both sides the same shapes, dtypes and ties"
 
 
 def _by_rank(name: str, held: Mapping[int, Holding]) -> str:
@@ -240,6 +253,20 @@ def _check_own(holding: Holding) -> None:
                 f"'{spec.name}' is {_kind(spec)}, which is no tensor of the same holding, dtype and shape",
                 hint="tie a tensor to one that has the payload itself",
             )
+
+
+def near(names: Iterable[str], known: Iterable[str]) -> str:
+    """Of each of the first three names that are not there: what is there and looks like it. Empty if nothing does."""
+    parts = {other: set(other.split(".")) for other in known}
+    told: list[str] = []
+    for name in itertools.islice(names, 3):
+        own = set(name.split("."))
+        # difflib compares slowly: only those that differ in the fewest parts, and in length the least.
+        likely = heapq.nsmallest(200, parts, key=lambda other: (len(own ^ parts[other]), abs(len(name) - len(other))))
+        found = difflib.get_close_matches(name, likely)
+        if found:
+            told.append(f"instead of '{name}' there is " + " or ".join(f"'{other}'" for other in found))
+    return "; ".join(told)
 
 
 def some(names: Iterable[str], most: int = 10) -> str:

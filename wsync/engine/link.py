@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import contextlib
 import logging
+import math
 import os
 import select
 import socket
@@ -58,11 +59,15 @@ class Closing(ABC):
 
 
 class HolderAddress(msgspec.Struct, frozen=True):
-    """Where a host's holder listens (an abstract unix socket name, without its NUL) and the job's token."""
+    """Where a host's holder listens (an abstract unix socket name, without its NUL) and the job's token.
+
+    `coordinator` says in words which coordinator the holder looks for.
+    """
 
     socket_name: str
     token: str
     host: str
+    coordinator: str = "the job's coordinator"
 
 
 Locate = Callable[[float], HolderAddress]
@@ -193,6 +198,7 @@ class Link:
         self._lock = threading.RLock()
         self._connection: _Connection | None = None
         self._is_closed = False
+        self._warn_at = math.inf
         self._rejoining: threading.Thread | None = None
         self.hand_back: Callable[[Slot], Message | None] = lambda _: None
         self.on_attached: Callable[[Message], None] = lambda _: None
@@ -237,7 +243,7 @@ class Link:
             return self._connection
 
     def _join(self, deadline: float, former: _Connection | None) -> _Connection:
-        pause_s, num_refused = 0.01, 0
+        pause_s, num_refused, self._warn_at = 0.01, 0, time.monotonic() + WARN_AFTER_S
         while True:
             try:
                 return self._join_once(deadline, former)
@@ -249,6 +255,8 @@ class Link:
             except (ConnectError, PeerLost) as exc:  # it died in between, or is not up yet
                 left = deadline - time.monotonic()
                 if left <= 0:
+                    if isinstance(exc, ConnectError):
+                        raise
                     raise ConnectError(
                         f"could not join within the deadline: {exc.problem}", hint=exc.hint, context=exc.context
                     ) from exc
@@ -262,7 +270,8 @@ class Link:
         try:
             if former is not None:
                 self._return_slots(connection, former)
-            reply = self._ask(connection, self._attach(), deadline + GRACE_S)  # the holder knows why it takes long
+            # The holder knows why it takes long, and says so when it gives up.
+            reply = self._ask(connection, self._attach(), deadline + GRACE_S, waits_for=address.coordinator)
         except BaseException:
             connection.close()
             raise
@@ -276,18 +285,25 @@ class Link:
             if message is not None:
                 connection.send(message, is_request=False, descriptors=(slot.fd,))
 
-    def _ask(self, connection: _Connection, message: Message, deadline: float) -> Message:
+    def _ask(self, connection: _Connection, message: Message, deadline: float, *, waits_for: str = "") -> Message:
         request_id = connection.send(message, is_request=True)
-        reply, descriptors = self._answer(connection, request_id, type(message).__name__, deadline)
+        what = type(message).__name__
+        reply, descriptors = self._answer(connection, request_id, what, deadline, waits_for=waits_for)
         for fd in descriptors:
             os.close(fd)
         return reply
 
     def _answer(
-        self, connection: _Connection, request_id: int, what: str, deadline: float
+        self, connection: _Connection, request_id: int, what: str, deadline: float, *, waits_for: str = ""
     ) -> tuple[Message, list[int]]:
         try:
-            answer = connection.receive(request_id, deadline)
+            answer = None
+            if waits_for:
+                answer = connection.receive(request_id, min(deadline, self._warn_at))
+                if answer is None and time.monotonic() >= self._warn_at:
+                    logger.warning("waiting for %s since %g s (at most join_timeout_s)", waits_for, WARN_AFTER_S)
+                    self._warn_at = math.inf
+            answer = answer or connection.receive(request_id, deadline)
         except BaseException:
             connection.give_up()  # interrupted: what the holder grants later nobody would give back
             raise

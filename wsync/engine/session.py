@@ -77,11 +77,18 @@ def default_member_id(role: str) -> str:
 
 def find_holder(config: Config, timeout_s: float) -> HolderAddress:
     """This host's holder; started if there is none. Raises ConnectError, ConfigError, AuthError."""
-    if _running_ray() is not None and not os.environ.get("WSYNC_ADDRESS"):
+    named = named_coordinator()
+    if _running_ray() is not None and named is None:
         from wsync.integrations.ray import find_holder as find_ray_holder
 
         return find_ray_holder(config, timeout_s)
-    return _find_local_holder(config, timeout_s)
+    if config.listen == "node":
+        raise ConfigError(
+            "listening on 'node' needs Ray, which knows the node's address; here "
+            + ("WSYNC_ADDRESS names a coordinator outside Ray" if named else "ray.init() has not been called"),
+            hint='give an IP address of this machine in WSYNC_LISTEN or Config(listen="...")',
+        )
+    return _find_local_holder(config, named, timeout_s)
 
 
 def _running_ray() -> object | None:
@@ -151,9 +158,17 @@ def write_record(path: Path, record: msgspec.Struct) -> None:
 
 
 def named_coordinator() -> tuple[tuple[str, int], str] | None:
-    """Address and token from the environment. Raises ConfigError when they cannot be used."""
+    """Address and token from the environment. Raises ConfigError when they cannot be used: a token alone is of no use,
+    and whoever misspells the address would be alone in a job of his own.
+    """
     text = os.environ.get("WSYNC_ADDRESS", "")
     if not text:
+        for name in ("WSYNC_TOKEN_FILE", "WSYNC_TOKEN"):
+            if os.environ.get(name):
+                raise ConfigError(
+                    f"{name} is set, but WSYNC_ADDRESS is not: the token of which coordinator?",
+                    hint="set WSYNC_ADDRESS to the host:port that `wsync coordinator` has printed, or unset " + name,
+                )
         return None
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit():
@@ -170,10 +185,9 @@ def named_coordinator() -> tuple[tuple[str, int], str] | None:
     return (host.strip("[]"), int(port)), token
 
 
-def _find_local_holder(config: Config, timeout_s: float) -> HolderAddress:
+def _find_local_holder(config: Config, named: tuple[tuple[str, int], str] | None, timeout_s: float) -> HolderAddress:
     deadline = time.monotonic() + timeout_s
     folder, host = job_folder(config), host_id(config)
-    named = named_coordinator()
     name = hashlib.blake2b(f"{host}/{named[0] if named else ''}".encode(), digest_size=8).hexdigest()
     record_path = folder / f"holder-{name}.json"
     with locked(folder / f"holder-{name}.lock", deadline):
@@ -183,7 +197,8 @@ def _find_local_holder(config: Config, timeout_s: float) -> HolderAddress:
             order = HolderOrder(config, host, str(folder), token, named[0] if named else None)
             record = _start_holder(order, record_path.with_suffix(".log"), deadline)
             write_record(record_path, record)
-        return HolderAddress(record.socket_name, token, host)
+        where = "at {}:{} (WSYNC_ADDRESS)".format(*named[0]) if named else f"of job '{config.job}' in {folder}"
+        return HolderAddress(record.socket_name, token, host, f"the coordinator {where}")
 
 
 def _job_token(folder: Path, deadline: float) -> str:

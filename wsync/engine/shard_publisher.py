@@ -5,9 +5,10 @@ Ranks speak with the coordinator, never with each other: no collective runs, and
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, SupportsIndex
 
 import msgspec
 
@@ -52,6 +53,15 @@ def check_casts(holding: Holding) -> None:
             )
 
 
+def _whole(name: str, value: SupportsIndex) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ConfigError(
+            f"{name}={value!r} is no whole number", hint="a launcher's variable is text: int(...)"
+        ) from None
+
+
 class ShardPublisher(Closing):
     """Rank `rank` of the `num_ranks` that together publish a channel.
 
@@ -76,8 +86,9 @@ class ShardPublisher(Closing):
     ) -> None:
         self.channel = checked_channel(channel)
         self.config = config or Config()
+        rank, num_ranks = _whole("rank", rank), _whole("num_ranks", num_ranks)
         if not 0 <= rank < num_ranks:
-            raise ConfigError(f"rank {rank} is none of {num_ranks} ranks")
+            raise ConfigError(f"rank {rank} is none of {num_ranks} ranks", hint="ranks count from 0")
         check_casts(holding)
         self._locals = Locals(holding, locals_)
         self.rank, self.num_ranks = rank, num_ranks

@@ -49,7 +49,7 @@ class Upstream:
             except StaleView:  # we were replaced while we did not run
                 raise
             except WsyncError as exc:
-                self._last_error = str(exc)
+                self._last_error = exc.problem
                 self._num_refused += isinstance(exc, AuthError)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.5)
@@ -123,7 +123,7 @@ class Upstream:
                     continue
                 raise ConnectError(
                     f"no coordinator within {timeout_s:g} s: {self._last_error}",
-                    hint="check that it runs (`wsync coordinator`) and WSYNC_ADDRESS",
+                    hint="check that it runs, and WSYNC_ADDRESS where it is set: `wsync coordinator` prints it",
                     context=ErrorContext(phase="control", elapsed_s=timeout_s),
                 ) from exc
             with contextlib.suppress(TimeoutError):

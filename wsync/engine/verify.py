@@ -197,6 +197,31 @@ def _blocks(view: Any, offset: tuple[int, ...]) -> Iterator[tuple[Any, tuple[int
         yield from _blocks(block, (*offset[:dim], offset[dim] + start, *offset[dim + 1 :]))
 
 
+def check_complete(reports: Sequence[DigestReport], side: str) -> None:
+    """Raise ConfigError when most tensors are incomplete: the report of a member seems to be missing.
+
+    Where members map some tensors wrongly it is fewer, and `compare` names them.
+    """
+    shapes = {tensor.name: tensor.shape for report in reports for tensor in report.tensors}
+    regions: dict[str, set[Region]] = {name: set() for name in shapes}
+    for report in reports:
+        for tensor in report.tensors:
+            regions[tensor.name] |= {part.region for part in tensor.parts if part.region.numel}
+    lacking = [
+        name
+        for name, shape in shapes.items()
+        if sum(region.numel for region in regions[name]) < Region.whole(shape).numel
+    ]
+    if 2 * len(lacking) <= len(shapes):
+        return
+    member = "rank" if side == "trainer" else "worker"
+    raise ConfigError(
+        f"{len(lacking)} of {len(shapes)} tensors, '{min(lacking)}' for one, are incomplete in the {len(reports)} "
+        f"reports of the {side}: the report of a {member} seems to be missing",
+        hint=f"give the reports of all {member}s; if these are all, their holdings leave out parts of these tensors",
+    )
+
+
 def compare(trainers: Iterable[DigestReport], workers: Iterable[DigestReport]) -> list[Difference]:
     """Every tensor that differs between all trainer ranks and all workers of one replica, or is lacking on a side.
 
