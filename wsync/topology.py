@@ -74,12 +74,17 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
             if field.name != "facts" and not field.required and getattr(self, field.name) != field.default
         ]
 
+    @property
+    def sources(self) -> dict[str, Source]:
+        """Who told each known field. A record without any facts was written by hand: it is declared."""
+        return self.facts or dict.fromkeys(self.known_fields(), Source.DECLARED)
+
     def joined(self, other: Self) -> Self:
         """What both know; where they disagree, what the better source says (of equals, what is here already)."""
         changes: dict[str, Any] = {}
-        facts = dict(self.facts)
+        facts, theirs = dict(self.sources), other.sources
         for name in other.known_fields():
-            source = other.facts[name]
+            source = theirs[name]
             if name not in facts or _RANK[source] < _RANK[facts[name]]:
                 changes[name], facts[name] = getattr(other, name), source
         return msgspec.structs.replace(self, **changes, facts=facts) if changes else self
@@ -101,6 +106,8 @@ class Host(Record, frozen=True, kw_only=True):
     host_id: str
     platform: str = ""
     instance_type: str = ""
+    instance_id: str = ""
+    """The platform's own name of this machine, by which its answers about many machines call it."""
     num_numa_nodes: int = 0
     memory_nbytes: int = 0
     shm_nbytes: int = 0
@@ -120,6 +127,8 @@ class Device(Record, frozen=True, kw_only=True):
     index: int = -1
     vendor: str = ""
     name: str = ""
+    uuid: str = ""
+    """What the driver tells it by, on this host and elsewhere."""
     sku: str = ""
     architecture: str = ""
     memory_nbytes: int = 0
@@ -171,6 +180,13 @@ class Domain(Record, frozen=True, kw_only=True):
     @property
     def is_scale_up(self) -> bool:
         return self.kind in SCALE_UP
+
+    def joined(self, other: Self) -> Self:
+        """As of all records; but equally good sources each see the members of their own host: all of these are in."""
+        both = super().joined(other)
+        if self.sources.get("members") != other.sources.get("members"):
+            return both
+        return msgspec.structs.replace(both, members=tuple(dict.fromkeys((*self.members, *other.members))))
 
 
 class Link(Record, frozen=True, kw_only=True):
@@ -239,7 +255,7 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
         return next((link for link in self.links if link.ends == {a, b}), None)
 
     def joined(self, other: Topology) -> Topology:
-        """What both know. Records of one id become one; a domain's members are those of the better source."""
+        """What both know. Records of one id become one; a domain's members are those of the best source, or sources."""
         return Topology(
             hosts=_joined(self.hosts, other.hosts, lambda host: host.host_id),
             devices=_joined(self.devices, other.devices, lambda device: device.device_id),

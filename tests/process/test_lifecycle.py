@@ -309,7 +309,7 @@ def attach_and_leave(child: Child, channel: str) -> None:
 
     connection = _Connection(find_holder(child.config, 30.0), 30.0)
     manifest = live_tensors(child.tensors, None, is_target=False).manifest
-    connection.send(AttachTrainer(channel, "ghost", "incarnation", manifest, 0), is_request=True)
+    connection.send(AttachTrainer(channel, "ghost", "incarnation", manifest, 0, 0), is_request=True)
     time.sleep(child.pause_s)  # type: ignore[attr-defined]
     connection.close()
 

@@ -7,6 +7,7 @@ import tracemalloc
 
 import pytest
 
+from wsync.engine.groups import Grouper, near
 from wsync.engine.overlap import Overlap, check_wanted, overlaps
 from wsync.errors import ManifestMismatch
 from wsync.holding import Holding, HoldingBuilder, Region
@@ -169,3 +170,42 @@ def test_large_locals_need_no_mask() -> None:
         assert tracemalloc.get_traced_memory()[1] < 32 << 20
     finally:
         tracemalloc.stop()
+
+
+def named(dtype: str = "float32", rows: int = 8, weight: str = "model.weight") -> Holding:
+    builder = HoldingBuilder()
+    for name in (weight, "model.bias"):
+        builder.tensor(name, dtype, (rows, 4))
+        builder.local(name, dtype, (rows, 4))
+        builder.piece(name, box((0, rows), (0, 4)), name, (0, 0))
+    return builder.build()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "text"),
+    [
+        (named(weight="model.wieght"), "rank: model.wieght; instead of 'model.wieght' there is 'model.weight'"),
+        (named(weight="quite.another"), "rank: quite.another; publish what is wanted, or leave it out"),
+        (
+            named("bfloat16"),
+            "bfloat16 [8, 4]; publish in the dtype that is wanted (read_state(..., dtypes=...)), or want",
+        ),
+        (named("bfloat16", 9), "bfloat16 [9, 4]; give both sides the same shapes"),
+    ],
+)
+def test_a_disagreement_says_what_to_do(wanted: Holding, text: str) -> None:
+    with pytest.raises(ManifestMismatch) as raised:
+        Grouper().agree({0: named()}, {"worker": wanted})
+    assert text in str(raised.value)
+
+
+def test_a_misspelt_name_is_found_among_many_in_no_time() -> None:
+    known = [
+        f"layers.{i}.experts.{j}.{part}_proj.weight" for i in range(60) for j in range(384) for part in ("up", "gate")
+    ]
+    start = time.process_time()
+    told = near(["layers.7.experts.33.upp_proj.weight", "quite.another", "layers.7.expert.33.up_proj.weight"], known)
+    assert time.process_time() - start < 2
+    meant = "there is 'layers.7.experts.33.up_proj.weight'"
+    assert told.count(meant) == 2
+    assert "quite" not in told

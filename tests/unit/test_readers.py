@@ -121,9 +121,41 @@ def test_case_A27_another_wire_dtype_is_declared_and_the_live_tensor_stays() -> 
     assert [local.dtype for local in held.holding.locals] == ["float32", "float16", "bfloat16"]
     with pytest.raises(ConfigError, match="names tensors that are not there: d"):
         read_state(source, dtypes={"d": "bfloat16"})
-    for wrong in ("int8", "bf16", "nn"):
-        with pytest.raises(ConfigError, match=f"'a' is float32 and cannot travel as '{wrong}'"):
+    for wrong, hint in (("int8", "as it is"), ("bf16", "bfloat16, .*float32"), ("nn", "bfloat16"), ("half", "float16")):
+        with pytest.raises(ConfigError, match=f"'a' is float32 and cannot travel as '{wrong}'.*{hint}"):
             read_state(source, dtypes={"a": wrong})
+
+
+def test_a_wire_dtype_may_be_a_dtype() -> None:
+    source = {"weight": values(4)}
+    assert read_state(source, dtypes={"weight": torch.bfloat16}).holding == (
+        read_state(source, dtypes={"weight": "bfloat16"}).holding
+    )
+    for wrong, hint in ((torch.int8, "as it is"), (torch.qint8, "bfloat16, .*float32")):
+        with pytest.raises(ConfigError, match=f"cannot travel as '{str(wrong)[6:]}'.*{hint}"):
+            read_state(source, dtypes={"weight": wrong})
+
+
+def test_a_misspelt_name_is_told_what_is_there() -> None:
+    with pytest.raises(ConfigError, match=r"not there: wieght.*; instead of 'wieght' there is 'weight'$"):
+        read_state({"weight": values(4), "bias": values(4)}, dtypes={"wieght": torch.bfloat16})
+
+
+def test_ranks_are_whole_numbers_from_zero() -> None:
+    from wsync import ShardPublisher
+
+    held = read_state({"weight": values(4)})
+    bad: list[tuple[Any, Any, str]] = [
+        ("1", 2, "rank='1' is no whole number"),
+        (1, "2", "num_ranks='2' is no whole number"),
+        (None, 2, "rank=None is no whole number"),
+        (0.0, 2, "rank=0.0 is no whole number"),
+        (2, 2, "rank 2 is none of 2 ranks.*ranks count from 0"),
+        (-1, 2, "rank -1 is none of 2 ranks"),
+    ]
+    for rank, num_ranks, text in bad:
+        with pytest.raises(ConfigError, match=text):
+            ShardPublisher("policy", held.holding, held.locals, rank=rank, num_ranks=num_ranks)
 
 
 def test_case_A33_memory_that_is_not_there_is_refused_by_name() -> None:

@@ -63,7 +63,7 @@ def test_an_update_equals_the_engines_own_load_in_place(rank: tuple[int, int], v
         assert raw(engine) == reference(rank, variant, seed)
         assert pointers(engine) == addresses
     assert all(raw(engine)[name] != old for name, old in before.items())
-    assert recording.uncovered == ()
+    assert recording.unwritten == recording.unseen == ()
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -304,7 +304,7 @@ def test_a_loader_is_copied_or_run_and_the_result_is_its_own(name: str) -> None:
 
     model = Box(*shape)
     before, addresses, attributes = raw(model), pointers(model), dict(vars(model))
-    recording = record_loader(model, loader(model), W)
+    recording = record_loader(model, loader(model), W, unwritten=["*"])
     check_wanted(recording.holding)
     assert raw(model) == before
     assert pointers(model) == addresses
@@ -317,5 +317,11 @@ def test_a_loader_is_copied_or_run_and_the_result_is_its_own(name: str) -> None:
             loader(fresh)({n: t.clone() for n, t in values.items()}.items())
         recording.load(values)
         assert raw(model) == raw(fresh) != before
+        # The oracle: what the loader leaves as it is when it is run. No value is what was there before.
+        untouched = dict(live(Box(*shape)))
+        stays = {name: int((tensor == untouched[name]).sum()) for name, tensor in live(fresh)}
+        for left in recording.unseen:
+            del stays[left.names[0]]
+        assert stays == dict.fromkeys(stays, 0) | {left.names[0]: left.num_elements for left in recording.unwritten}
         assert pointers(model) == addresses
         assert getattr(model, "kept", torch.zeros(1)).equal(getattr(fresh, "kept", torch.zeros(1)))

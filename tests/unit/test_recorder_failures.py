@@ -120,7 +120,7 @@ def test_an_engine_that_has_too_much_is_refused_as_one_that_has_too_little() -> 
 
 def test_a_row_that_is_spread_is_the_loaders_business() -> None:
     engine = Engine(only_w(into("w")))
-    recording = record_loader(engine, engine.load_weights, [TensorSpec("w", "float32", (1, 6))])
+    recording = record_loader(engine, engine.load_weights, [TensorSpec("w", "float32", (1, 6))], unwritten=["v", "low"])
     recording.load({"w": torch.arange(6.0).reshape(1, 6)})
     assert torch.equal(engine.w, torch.arange(6.0).expand(8, 6))
 
@@ -153,7 +153,7 @@ def test_a_parameter_that_gets_its_layout_back_is_not() -> None:
         engine.w.data = w[:8]
 
     engine = Engine(only_w(load))
-    recording = record_loader(engine, engine.load_weights, SPECS)
+    recording = record_loader(engine, engine.load_weights, SPECS, unwritten=["low"])
     values = {"v": torch.rand(8, 6), "w": torch.rand(9, 6)}
     recording.load(values)
     assert torch.equal(engine.w, values["w"][:8])
@@ -222,7 +222,7 @@ def test_what_lacks_values_only_is_left_to_the_loader(name: str) -> None:
     step, is_fallback = SUCCEEDS[name]
     engine, fresh = Engine(step), Engine(step)
     before = {n: t.clone() for n, t in engine.state_dict().items()}
-    recording = record_loader(engine, engine.load_weights, SPECS)
+    recording = record_loader(engine, engine.load_weights, SPECS, unwritten=["low"])
     assert ("w" in recording.fallback) == is_fallback, recording.report()
     assert all(torch.equal(tensor, before[name]) for name, tensor in engine.state_dict().items())
     for seed in (1, 2):
@@ -272,7 +272,7 @@ def test_a_fallback_that_fails_names_what_it_had_in_hand_and_is_not_finalized(ha
 )
 def test_specs_may_be_tuples(specs: list[TensorSpec | tuple[str, torch.dtype | str, tuple[int, ...]]]) -> None:
     engine = Engine(only_w(into("w")))
-    recording = record_loader(engine, engine.load_weights, specs)
+    recording = record_loader(engine, engine.load_weights, specs, unwritten=["w", "low"])
     assert recording.specs == (TensorSpec("v", "float32", (8, 6)),)
     assert recording.recorded == ("v",)
 
@@ -283,3 +283,42 @@ def test_an_entry_that_is_no_spec_is_named(entry: object) -> None:
     with pytest.raises(ConfigError, match="describes no tensor") as caught:
         record_loader(engine, engine.load_weights, [SPECS[0], entry])  # type: ignore[list-item]
     assert repr(entry)[:20] in str(caught.value)
+
+
+class Catching(nn.Module):
+    """Its loader takes another way for what it takes to be no real tensor."""
+
+    def __init__(self, look: Callable[[torch.Tensor], float]) -> None:
+        super().__init__()
+        self.look = look
+        self.p = nn.Parameter(torch.zeros(2, 2), requires_grad=False)
+        self.q = nn.Parameter(torch.zeros(2), requires_grad=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            try:
+                scale = self.look(tensor) if name == "p" else 1.0
+            except Exception:
+                scale = 1.0
+            getattr(self, name).copy_(tensor if scale <= 1 else tensor.clamp(-1, 1))
+
+
+LOOKS: dict[str, Callable[[torch.Tensor], float]] = {
+    "item": lambda tensor: float(tensor.abs().max()),
+    "numpy": lambda tensor: float(tensor.numpy().max()),
+    "list": lambda tensor: max(map(max, tensor.tolist())),
+    "where": lambda tensor: float(len(tensor.nonzero())),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_a_look_at_values_whose_failure_the_loader_catches_counts_as_one(name: str) -> None:
+    recorded, own = Catching(LOOKS[name]), Catching(LOOKS[name])
+    values = {"p": torch.full((2, 2), 5.0), "q": torch.tensor([2.0, 3.0])}
+    recording = record_loader(recorded, recorded.load_weights, [("p", "float32", (2, 2)), ("q", "float32", (2,))])
+    assert "p" in recording.fallback, recording.report()
+    recording.load(values)
+    own.load_weights(iter(values.items()))
+    assert torch.equal(recorded.p, own.p), "as the engine's own loader has it"
+    assert torch.equal(recorded.p, torch.ones(2, 2))
+    assert torch.equal(recorded.q, values["q"])

@@ -452,25 +452,71 @@ def test_large_tensors_are_read_in_blocks() -> None:
     assert one.tensors == other.tensors
 
 
+def saved(folder: Path, trainers: list[DigestReport], workers: list[DigestReport]) -> list[str]:
+    """The command that compares these reports, which are in files now."""
+    command = ["verify"]
+    for side, members in (("trainer", trainers), ("replica", workers)):
+        command.append(f"--{side}")
+        for index, report in enumerate(members):
+            command.append(str(folder / f"{side}{index}.json"))
+            report.save(command[-1])
+    return command
+
+
 def test_the_command(source: Engine, engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files: dict[str, list[str]] = {}
     shift_expert(engine)
-    for side, members in (("trainer", source), ("replica", engine)):
-        files[side] = [str(tmp_path / f"{side}{rank}.json") for rank in range(2)]
-        for path, report in zip(files[side], reports(members), strict=True):
-            report.save(path)
-    assert main(["verify", "--trainer", *files["trainer"], "--replica", *files["replica"]]) == 1
+    assert main(saved(tmp_path, reports(source), reports(engine))) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
         "experts.1.up: the bytes differ",
         "experts.3.up: the bytes differ",
         f"2 of {len(SHAPES)} tensors differ",
     ]
-    assert main(["verify", "--trainer", *files["trainer"], "--replica", *files["trainer"]]) == 0
+    assert main(saved(tmp_path, reports(source), reports(source))) == 0
     bad = tmp_path / "bad.json"
     bad.write_text("{}")
-    assert main(["verify", "--trainer", str(bad), "--replica", str(bad)]) == 1
+    assert main(["verify", "--trainer", str(bad), "--replica", str(bad)]) == 2
     assert "bad.json" in capsys.readouterr().err
+
+
+def test_an_option_of_the_command_that_is_given_twice_adds_up(source: Engine, engine: Engine, tmp_path: Path) -> None:
+    _, ours, *trainers, theirs, worker0, worker1 = saved(tmp_path, reports(source), reports(engine))
+    arguments = [word for path in trainers for word in (ours, path)]
+    assert main(["verify", *arguments, theirs, worker0, theirs, worker1]) == 0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_command_says_that_a_report_seems_to_be_missing(
+    rank: int, source: Engine, engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not a line for every tensor that is cut; and not the exit status of weights that differ."""
+    ours, theirs = reports(source), reports(engine)
+    for trainers, workers, side, member in (
+        (ours[rank : rank + 1], theirs, "trainer", "rank"),
+        (ours, theirs[rank : rank + 1], "replica", "worker"),
+    ):
+        assert main(saved(tmp_path, trainers, workers)) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert f"incomplete in the 1 reports of the {side}: the report of a {member} seems to be missing" in err
+
+
+def test_one_tensor_that_is_mapped_in_part_is_a_difference(
+    source: Engine, engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = reports(engine)
+    partly = tuple(msgspec.structs.replace(t, parts=()) if t.name == "q" else t for t in second.tensors)
+    workers = [first, msgspec.structs.replace(second, tensors=partly)]
+    assert main(saved(tmp_path, reports(source), workers)) == 1
+    assert capsys.readouterr().out.splitlines()[0] == "q: the replica does not have all of it"
+
+
+def test_reports_of_two_versions_are_no_difference_for_the_command(source: Engine, tmp_path: Path) -> None:
+    first, second = (
+        [msgspec.structs.replace(report, version=version) for report in reports(source)] for version in (1, 2)
+    )
+    assert main(saved(tmp_path, first, first)) == 0
+    assert main(saved(tmp_path, first, second)) == 2
 
 
 @pytest.mark.parametrize("wire", ["bfloat16", "float8_e4m3fn", "int32"])

@@ -291,7 +291,7 @@ class Channel:
         if version is not None and version.uid != report.uid and is_trainers and not version.is_announced:
             self._disown(report.version)  # a holder of a former run was faster
             version = None
-        problem = self._problem_with(report, version)
+        problem = self._problem_with(report, version, is_trainers=is_trainers)
         if problem:
             self._orders.append((holder_id, Abort(self.name, report.version, report.uid, problem)))
             return
@@ -308,11 +308,13 @@ class Channel:
         if report.is_whole and version.phase is VersionPhase.PENDING:
             version.phase = VersionPhase.STAGED
 
-    def _problem_with(self, report: SlotReport, version: _Version | None) -> str:
+    def _problem_with(self, report: SlotReport, version: _Version | None, *, is_trainers: bool) -> str:
         """Why nobody may be given that slot; empty if it is what is known as this version."""
         if version is None:
-            is_former = self.trainer is not None and 0 < self.trainer.published < report.version
-            return FORMER_RUN if is_former else ""
+            # Nobody has it but its origin, unless we ordered it: we would know of it.
+            announced = max((n for n, known in self.versions.items() if known.is_announced), default=0)
+            counted = max(announced, self.trainer.published if self.trainer is not None else 0)
+            return FORMER_RUN if 0 < counted < report.version and not is_trainers else ""
         if version.uid != report.uid:
             return FORMER_RUN
         if version.is_over:  # it was given up while this holder was away

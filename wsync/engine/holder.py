@@ -210,7 +210,11 @@ class Holder:
         channel = self._channel(message.channel)
         is_trainer = isinstance(message, protocol.AttachTrainer)
         channel.is_retired = False
-        member = _Member(wire, is_trainer, channel, message.member_id, message.incarnation, message.last_version)
+        member = _Member(wire, is_trainer, channel, message.member_id, message.incarnation)
+        if isinstance(message, protocol.AttachTrainer):
+            member.published = message.published
+        else:
+            member.committed_version, member.committed_uid = message.last_version, message.last_uid
         try:
             reply = await self._register(member, message)
         except BaseException:
@@ -392,7 +396,9 @@ class Holder:
         if held is None or held.phase is not SlotPhase.WHOLE:
             raise ChannelError(
                 f"version {version} of '{channel.name}' is not on this host any more",
-                hint=f"kept: {channel.staging.whole_versions()}",
+                hint="another run of the job has given that number since: commit it"
+                if version in channel.staging.whole_versions()
+                else f"kept: {channel.staging.whole_versions()}",
             )
         if any(offset < 0 or nbytes < 0 or offset + nbytes > held.slot.nbytes for offset, nbytes in ranges):
             raise ConfigError("a range lies outside of the version")

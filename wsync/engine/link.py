@@ -39,6 +39,8 @@ PURPOSE = "member"
 GRACE_S = 5.0
 """The holder answers by a request's deadline; one that has not answered so much later hangs."""
 MAX_REFUSED = 3
+_LOOK_S = 1.0
+"""Who waits for another thread's reading looks for itself so often: an interrupted one wakes nobody."""
 _RECV_NBYTES = 1 << 18
 _ANCILLARY_NBYTES = socket.CMSG_SPACE(protocol.MAX_DESCRIPTORS * array.array("i").itemsize)
 
@@ -94,7 +96,10 @@ class _Connection:
         self.sock.setblocking(True)
         self.slots: dict[int, Slot] = {}
         self.is_broken = False
-        self._changed = threading.Condition()
+        # Plain locks: the blocks and waits of a threading.Condition are Python code, and an interrupt between two of
+        # its lines would leave its lock taken for good.
+        self._lock = threading.Lock()
+        self._waiters: list[threading.Lock] = []
         self._send_lock = threading.Lock()
         self._replies: dict[int, tuple[Message, list[int]]] = {}
         self._buffer = FrameBuffer()
@@ -114,30 +119,40 @@ class _Connection:
             except OSError as exc:
                 self.give_up()
                 raise PeerLost("this host's holder has gone") from exc
+            except BaseException:  # interrupted, maybe in the middle of a frame
+                self.give_up()
+                raise
             return request_id
 
     def receive(self, request_id: int, deadline: float) -> tuple[Message, list[int]] | None:
         """The reply, or None at the deadline. Raises PeerLost when the holder has gone."""
         while True:
-            with self._changed:
-                while self._has_reader and request_id not in self._replies and not self.is_broken:
-                    if not self._changed.wait(max(0.0, deadline - time.monotonic())):
-                        break
+            waiter = threading.Lock()
+            with self._lock:
                 if request_id in self._replies:
                     return self._replies.pop(request_id)
                 if self.is_broken:
                     raise PeerLost("this host's holder has gone")
-                if time.monotonic() >= deadline:
+                left = deadline - time.monotonic()
+                if left <= 0:
                     return None
-                if self._has_reader:
-                    continue
-                self._has_reader = True
+                is_reader, self._has_reader = not self._has_reader, True
+                if not is_reader:
+                    waiter.acquire()
+                    self._waiters.append(waiter)
+            if not is_reader:
+                waiter.acquire(timeout=min(left, _LOOK_S))
+                continue
             try:
                 self._read_once(deadline)
             finally:
-                with self._changed:
+                with self._lock:
                     self._has_reader = False
-                    self._changed.notify_all()
+                    self._wake()
+
+    def _wake(self) -> None:
+        while self._waiters:
+            self._waiters.pop().release()
 
     def _read_once(self, deadline: float) -> None:
         poller = select.poll()
@@ -151,8 +166,8 @@ class _Connection:
             self._buffer.feed(received, descriptors_of(ancillary))
             while (frame := self._buffer.take()) is not None:
                 request_id, is_reply, message = protocol.decode_payload(frame[0])
-                with self._changed:
-                    if is_reply:
+                if is_reply:
+                    with self._lock:
                         self._replies[request_id] = (message, frame[1])
         except (OSError, WsyncError, msgspec.DecodeError) as exc:
             self.give_up()
@@ -160,9 +175,9 @@ class _Connection:
 
     def give_up(self) -> None:
         """End the connection, for whoever uses it: the holder drops our leases when it sees that, also if it hung."""
-        with self._changed:
+        with self._lock:
             self.is_broken = True
-            self._changed.notify_all()
+            self._wake()
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
@@ -328,6 +343,12 @@ class Link:
         The holder answers within `timeout_s`; `grace_s` more is the deadline for a holder that hangs.
         """
         return self.pin(timeout_s=timeout_s + grace_s).ask(message, timeout_s=timeout_s, grace_s=grace_s)
+
+    def give_up(self) -> None:
+        """End the present connection; the next use joins again."""
+        connection = self._connection
+        if connection is not None:
+            connection.give_up()
 
     def close(self) -> None:
         """Leave: the holder sees the connection close and drops leases at once. Idempotent."""

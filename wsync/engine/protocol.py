@@ -58,7 +58,9 @@ class AttachTrainer(Message, frozen=True):
     incarnation: str
     manifest: Manifest
     last_version: int
-    """The newest version that this trainer published; its numbers go on from there."""
+    """The newest version of the channel that this trainer knows of; its numbers go on from there."""
+    published: int
+    """The newest version that it has published itself, 0 for none."""
 
 
 class AttachReplica(Message, frozen=True):
@@ -291,7 +293,7 @@ class ManifestFound(Message, frozen=True):
 
 # --- holder -> coordinator
 class TrainerReport(msgspec.Struct, frozen=True):
-    """`published` is the newest version that it has published through this holder, 0 for none."""
+    """`published` is the newest version that it has published, 0 for none."""
 
     member_id: str
     incarnation: str

@@ -88,7 +88,12 @@ class Publisher(Closing):
 
     def _attach(self) -> Message:
         return protocol.AttachTrainer(
-            self.channel, self.member_id, self._incarnation, self._manifest, self._last_version
+            self.channel,
+            self.member_id,
+            self._incarnation,
+            self._manifest,
+            self._last_version,
+            max(self._sent, default=0),
         )
 
     def _attached(self, reply: Message) -> None:

@@ -245,6 +245,15 @@ class Replica(Closing):
         return commit
 
     def _commit(self, wish: protocol.LeaseVersion, *, grace_s: float = GRACE_S) -> Commit | None:
+        try:
+            return self._commit_leased(wish, grace_s=grace_s)
+        except Exception:
+            raise
+        except BaseException:  # interrupted, maybe with a lease in no variable: the holder drops what it gave to us
+            self._link.give_up()
+            raise
+
+    def _commit_leased(self, wish: protocol.LeaseVersion, *, grace_s: float) -> Commit | None:
         held = self._lease(wish, grace_s=grace_s)
         if held is None:
             return None
@@ -300,15 +309,18 @@ class Replica(Closing):
         return None
 
     def _install(self, holder: Pinned, leased: protocol.VersionLeased) -> Commit:
-        former, had_moved = self._live, self._has_moved
+        former, was_lost = self._live, self._is_torn or self._has_moved
+        self._is_torn = True  # until every tensor is written, or it is known that none was touched
         self._has_moved = False  # who sees them elsewhere from now on is right, whatever is written here
-        live = self._current()
-        self._is_torn = self._is_torn or had_moved or live is not former
-        lane = self._agree(leased.manifest_digest, live.manifest)
-        slot = holder.slot(leased.slot_id, timeout_s=10.0)
-        self._check_slot(slot, leased)
+        try:
+            live = self._current()
+            lane = self._agree(leased.manifest_digest, live.manifest)
+            slot = holder.slot(leased.slot_id, timeout_s=10.0)
+            self._check_slot(slot, leased)
+        except Exception:
+            self._is_torn = was_lost or self._live is not former
+            raise
         started = time.monotonic()
-        self._is_torn = True  # until every tensor is written
         try:
             live.install(slot, lane)
             # A holder that died has forgotten our lease, and its successor may have given the slot to another version.
@@ -346,6 +358,7 @@ class Replica(Closing):
 
     def _look(self) -> Tensors:
         """As `_current`, where nothing is installed into them."""
+        self._is_lost()
         former, live = self._live, self._current()
         self._has_moved = self._has_moved or live is not former
         return live
@@ -358,14 +371,19 @@ class Replica(Closing):
             holder = self._link.pin(timeout_s=GRACE_S)
             leased = holder.ask(protocol.LeaseVersion(self._version, self._version, 0.0), timeout_s=0.0)
             assert isinstance(leased, protocol.VersionLeased)
-            if (leased.version, leased.uid) == (self._version, self._uid):
-                lane = self._agree(leased.manifest_digest, live.manifest)  # of that version, which may lie otherwise
-                slot = holder.slot(leased.slot_id, timeout_s=10.0)
-                self._check_slot(slot, leased)
-                live.install(slot, lane)
-                self._check_slot(slot, leased)
-                self._is_torn = False
-            if leased.version:
+            if not leased.version:
+                return
+            try:
+                if (leased.version, leased.uid) == (self._version, self._uid):
+                    lane = self._agree(
+                        leased.manifest_digest, live.manifest
+                    )  # of that version, which may lie otherwise
+                    slot = holder.slot(leased.slot_id, timeout_s=10.0)
+                    self._check_slot(slot, leased)
+                    live.install(slot, lane)
+                    self._check_slot(slot, leased)
+                    self._is_torn = False
+            finally:
                 self._release(holder, leased, is_committed=False, pause_s=0.0, error="")
         except Exception as exc:
             cause.add_note(f"the former version could not be restored either: {exc}")

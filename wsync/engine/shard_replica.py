@@ -77,6 +77,7 @@ class ShardReplica(Closing):
         self._where: object = None
         """The locals' memory when the last commit ended."""
         self._is_torn, self._has_moved, self._is_closed = False, False, False  # as in a Replica
+        self._is_committing = False
         self._lock = threading.RLock()
         self._lanes: dict[str, Replica] = {}
         self._plan_id = ""
@@ -191,6 +192,23 @@ class ShardReplica(Closing):
         return CommitError(f"this worker of '{self.channel}' is closed", hint="create a new one")
 
     def _commit(self, min_version: int, deadline: float, *, grace_s: float = GRACE_S) -> Commit | None:
+        if self._is_committing:
+            raise CommitError(
+                f"version {self._version} of '{self.channel}' is being replaced", hint="do not commit in installing()"
+            )
+        try:
+            self._is_committing = True
+            return self._commit_leased(min_version, deadline, grace_s=grace_s)
+        except Exception:
+            raise
+        except BaseException:  # interrupted, maybe with leases in no variable: the holder drops what it gave to us
+            for lane in self._lanes.values():
+                lane._link.give_up()
+            raise
+        finally:
+            self._is_committing = False
+
+    def _commit_leased(self, min_version: int, deadline: float, *, grace_s: float) -> Commit | None:
         leases = self._lease_all(min_version, deadline, grace_s)
         if leases is None:
             return None
@@ -232,9 +250,11 @@ class ShardReplica(Closing):
         even where `installing()` would not.
         """
         failure: BaseException | None = None
+        where: object = None
         with self._installing():
             try:
                 self._locals.refresh()
+                where = self._locals.where()
                 yield
                 self._locals.spread()
             except BaseException as exc:
@@ -245,7 +265,8 @@ class ShardReplica(Closing):
                 f"version {version} could not be installed, and installing() does not let the error pass: {failure}",
                 context=ErrorContext(channel=self.channel, version=version, phase="commit"),
             ) from failure
-        self._where = self._locals.where()
+        # An engine may keep its weights elsewhere when `installing()` has ended; else they must stay where they are.
+        self._where = where if self._installing is nullcontext else self._locals.where()
 
     def _is_whole(self) -> bool:
         """Whether every lane has the worker's version."""

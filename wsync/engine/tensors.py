@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from wsync.engine.groups import near, some
 from wsync.errors import ConfigError, ManifestMismatch
 from wsync.holding import Holding, Place
 from wsync.manifest import ITEMSIZE, Lane, Manifest, TensorSpec
@@ -83,7 +84,10 @@ def select(names: Sequence[str], wanted: tuple[str, ...] | None) -> list[str]:
         return list(names)
     missing = sorted(set(wanted) - set(names))
     if missing:
-        raise ManifestMismatch(f"declared names are not there: {', '.join(missing[:10])}")
+        raise ManifestMismatch(
+            f"declared names are not there: {some(missing)}",
+            hint=near(missing, names) or "names are those of the source, without the prefixes of wrappers",
+        )
     return [name for name in names if name in set(wanted)]
 
 

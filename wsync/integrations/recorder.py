@@ -8,6 +8,7 @@ A loader that computes (arithmetic, another dtype, repacking, a look at values) 
 does so to goes the *fallback* way, module by module: those tensors are received whole, as `checkpoint:NAME`, and the
 engine's loader runs on them. `Recording.report` says what goes which way, and why. Whatever is not understood counts
 as computing. What fails on any values, such as a tensor of another shape than its parameter's, is refused by name.
+So is what the loader leaves as it is: nobody would notice that its bytes are old in every version.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from wsync.integrations.pinned import Pinned, check_kept
 from wsync.integrations.strided import Box, Memory
 from wsync.integrations.traced import ValuesNeeded
 from wsync.integrations.tracing import Trace
+from wsync.integrations.unwritten import Unwritten, coverage, kept, matching
 from wsync.manifest import TensorSpec
 
 Hook = Callable[[tuple[str, ...]], object]
@@ -52,6 +54,7 @@ def record_loader(
     *,
     restore: Hook | None = None,
     finalize: Hook | None = None,
+    unwritten: Iterable[str] = (),
 ) -> Recording:
     """Run `load_weights` on recording tensors, one per spec and in their order; returns what it did with them.
 
@@ -61,34 +64,50 @@ def record_loader(
     their bytes, memory and identity, and modules their attributes. `restore` and `finalize` are not called here but
     around every update (`Recording.installing`), for the modules that receive data and no others.
 
+    `unwritten` has names, or patterns of `fnmatch`, of parameters and persistent buffers that may stay as they are, in
+    whole or in part: padding that the loader neither loads nor fills, a frozen part. Every other element must be
+    loaded, or filled with constants. Where the loader computes, what it writes counts by place: a copy or a result that
+    is written (`out=`) as the elements that it is written to, arithmetic in place (`mul_`) as nothing, since it makes
+    no old bytes new. Where the place cannot be told (indexed writes, other kernels, what is written while values are
+    made up, and everything if the loader stops for lack of values), it counts as written: see `Recording.unseen`.
+
     Raises `ManifestMismatch` if `load_weights` cannot be run so, or ties what the checkpoint has as two tensors, or
     fails for another reason than that there are no values: naming the tensor, and the parameter where that is known.
+    And if it leaves as they are, in whole or in part, tensors that are not `unwritten`: naming them. `ConfigError` for
+    an entry of `unwritten` that matches nothing.
     """
     engine = Engine(model=model, load_weights=load_weights, restore=restore, finalize=finalize)
     wanted = tuple(map(TensorSpec.of, specs))
+    allowed = matching(unwritten, kept(model))
     guessed: dict[str, str] = {}  # tensors whose values are asked for -> why; they are then made up
     unknown: dict[str, str] = {}  # tensors on which the loader fails even so
+    error: Exception | None = None
     for _ in range(MAX_ATTEMPTS):
         trace, source = Trace(model), _Source(wanted, guessed, unknown)
         try:
             with trace.running():
                 load_weights(source.tensors(trace))
         except Exception as exc:
-            error = exc
+            error, is_caught = exc, False
         else:
+            is_caught = bool(trace.asked)  # with values it would have gone another way
+            error = trace.asked[0] if trace.asked else None
+        if error is None:
             for name, new in trace.rebound.items():
                 check_kept(name, new, trace.layouts[name][0], trace.layouts[name][2])
-            return _conclude(engine, wanted, trace, guessed, unknown)
+            return _conclude(engine, wanted, trace, guessed, unknown, allowed)
         needed = next((exc for exc in causes(error) if isinstance(exc, ValuesNeeded)), None)
-        if needed and source.is_exhausted:  # it has all tensors in hand, and what it did to which cannot be told apart
+        is_told = is_caught and needed is not None and needed.sources
+        if needed and source.is_exhausted and not is_told:  # all tensors are in hand: any of them may be meant
             trace = Trace(model)
             for memory in trace.live:
                 memory.refuse(str(needed), (spec.alias_of or spec.name for spec in wanted))
-            return _conclude(engine, wanted, trace, {}, {})
+                memory.touch(None)
+            return _conclude(engine, wanted, trace, {}, {}, allowed)
         why = str(needed) if needed else f"the loader fails without values: {error}"
         found = (needed.sources if needed else ()) or {source.last}
         known = [spec for spec in wanted if spec.name not in unknown]
-        if source.last and fails_anyway(error, model, load_weights, known, source.last):
+        if not is_caught and source.last and fails_anyway(error, model, load_weights, known, source.last):
             break
         # The layers of a model are alike: what fails in one of them fails in all.
         kinds = {_kind(name) for name in found}
@@ -99,6 +118,7 @@ def record_loader(
             unknown |= alike
         else:
             guessed |= alike
+    assert error is not None
     raise refusal(error, trace, wanted, source.last) from error
 
 
@@ -118,8 +138,10 @@ class Recording:
     """Checkpoint tensors that are wanted whole, for the engine's own loader."""
     rewritten: tuple[str, ...]
     """Live blocks into which the engine's loader puts them."""
-    uncovered: tuple[str, ...]
-    """Parameters and persistent buffers that the loader does not write."""
+    unwritten: tuple[Unwritten, ...]
+    """Parameters and persistent buffers, or parts of them, that stay as they are; all of them were allowed to."""
+    unseen: tuple[Unwritten, ...]
+    """Those that the engine's loader may write, but in a way that does not tell which elements: counted as written."""
     unused: tuple[str, ...]
     """Checkpoint tensors that it does not read."""
     reasons: Mapping[str, str]
@@ -143,7 +165,7 @@ class Recording:
     def installing(self, received: Iterable[str] | None = None) -> Iterator[dict[str, torch.Tensor]]:
         """Around one update: restore; the block writes the locals named `received` (by default all), which it is
         given; the fallback and the loader's constants; finalize. Restore and finalize get the modules that receive
-        data and no others.
+        data, by default also constants alone, and no others.
 
         If the block raises, nothing is finalized: the modules are then as a failed load leaves them. So they are when
         the engine's loader fails, which raises `CommitError` naming the tensors that it has in hand.
@@ -151,6 +173,8 @@ class Recording:
         names = [local.name for local in self.holding.locals] if received is None else list(received)
         has_fallback = any(name.startswith(CHECKPOINT) for name in names)
         blocks = set(names) | (set(self.rewritten) if has_fallback else set())
+        if received is None:
+            blocks |= {block for block, _ in self.constants}
         touched = {_module(name) for name, block in self.names.items() if block in blocks}
         modules = tuple(path for path, _ in self.engine.model.named_modules() if path in touched)
         with torch.no_grad():
@@ -229,10 +253,11 @@ class Recording:
         for title, found in (
             ("received whole for the engine's own loader", self.fallback),
             ("into which it writes", self.rewritten),
-            ("written by nobody", self.uncovered),
+            ("into which it may write besides, which cannot be seen", self.unseen),
             ("read by nobody", self.unused),
         ):
             lines += [f"{title}: {len(found)}", *(f"  {name}" for name in found)] if found else []
+        lines += [f"stays as it is: {left}" for left in self.unwritten]
         for why in dict.fromkeys(self.reasons.values()):
             lines.append(f"because {why}: {', '.join(name for name in self.reasons if self.reasons[name] == why)}")
         return "\n".join(lines)
@@ -271,7 +296,12 @@ class _Source:
 
 
 def _conclude(
-    engine: Engine, specs: tuple[TensorSpec, ...], trace: Trace, guessed: dict[str, str], unknown: dict[str, str]
+    engine: Engine,
+    specs: tuple[TensorSpec, ...],
+    trace: Trace,
+    guessed: dict[str, str],
+    unknown: dict[str, str],
+    allowed: frozenset[str],
 ) -> Recording:
     if unknown and (engine.restore or engine.finalize):
         raise ManifestMismatch(
@@ -286,10 +316,12 @@ def _conclude(
     if unknown:  # the others that were not read may be waiting for them
         whole |= set(root.values()) - read
     bad, whole = _fallback(trace.live, whole)
+    covered = coverage(trace, kept(engine.model), allowed, frozenset(bad), is_blind=bool(unknown))
+    covered.check()
     builder, recorded, constants = HoldingBuilder(), [], []
     for memory in trace.live:
         name = memory.names[0]
-        if memory in bad:
+        if memory in bad or memory.why:
             continue
         constants += [(name, box) for box in memory.boxes if not box.origin.names]
         if memory.sources:  # all of it may be padding, on the last ranks of a vocabulary
@@ -301,8 +333,6 @@ def _conclude(
         builder.local(CHECKPOINT + name, spec.dtype, spec.shape)
         builder.piece(name, Region.whole(spec.shape), CHECKPOINT + name, (0,) * len(spec.shape))
     read |= whole
-    untouched = [memory for memory in trace.live if not memory.has_content]
-    kept = set(dict(engine.model.named_parameters(remove_duplicate=False))) | set(engine.model.state_dict())
     return Recording(
         engine=engine,
         specs=specs,
@@ -311,7 +341,8 @@ def _conclude(
         recorded=tuple(recorded),
         fallback=tuple(sorted(whole)),
         rewritten=tuple(memory.names[0] for memory in trace.live if memory in bad or memory.sources & whole),
-        uncovered=tuple(name for name, memory in trace.names.items() if name in kept and memory in untouched),
+        unwritten=covered.allowed,
+        unseen=covered.unseen,
         unused=tuple(spec.name for spec in specs if root[spec.name] not in read and spec.nbytes),
         reasons={memory.names[0]: memory.why for memory in trace.live if memory in bad and memory.why}
         | trace.attributes | guessed | unknown,

@@ -17,12 +17,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from wsync.engine.groups import near, some
 from wsync.engine.tensors import dtype_name, select
 from wsync.errors import ConfigError, ManifestMismatch
 from wsync.holding import Holding, HoldingBuilder, Region
 from wsync.integrations.names import plain_name, plain_names
 from wsync.integrations.torch import check_bytes
 from wsync.layouts import Block, Patch, flattened
+from wsync.manifest import ITEMSIZE
 from wsync.sharding import (
     Cut,
     Mesh,
@@ -78,7 +80,7 @@ class _Part(NamedTuple):
 def read_state(
     source: torch.nn.Module | Mapping[str, Any],
     *,
-    dtypes: Mapping[str, str] | None = None,
+    dtypes: Mapping[str, str | torch.dtype] | None = None,
     layouts: Mapping[str, Block] | None = None,
     names: Iterable[str] | None = None,
     tp: tuple[int, int] | None = None,
@@ -86,9 +88,10 @@ def read_state(
     """What this rank has of the tensors of a module, a state dict or any mapping of names to tensors.
 
     Names are those of the source without the prefixes of wrappers; `names` declares a part of them. A tensor travels
-    in its own dtype unless `dtypes` says otherwise; then it is cast once, when it is packed. `layouts` says what a
-    plain tensor is made of that is a shard, or fused; for one that is only sharded, `placed` makes it. `tp` is
-    (rank, size) in the tensor-parallel group, for tensors that have only Megatron's attributes.
+    in its own dtype unless `dtypes` says otherwise (a torch dtype or its name); then it is cast once, when it is
+    packed. `layouts` says what a plain tensor is made of that is a shard, or fused; for one that is only sharded,
+    `placed` makes it. `tp` is (rank, size) in the tensor-parallel group, for tensors that have only Megatron's
+    attributes.
 
     Raises ManifestMismatch naming a tensor that cannot be published, ConfigError for an argument that fits none.
     """
@@ -96,7 +99,9 @@ def read_state(
     chosen = select(list(found), tuple(names) if names is not None else None)
     dtypes, layouts = dtypes or {}, layouts or {}
     if unknown := sorted((set(dtypes) | set(layouts)) - set(found)):
-        raise ConfigError(f"dtypes= or layouts= names tensors that are not there: {', '.join(unknown[:10])}")
+        raise ConfigError(
+            f"dtypes= or layouts= names tensors that are not there: {some(unknown)}", hint=near(unknown, found)
+        )
     if tp is not None and not 0 <= tp[0] < tp[1]:
         raise ConfigError(f"tp={tp} is no (rank, size) of a tensor-parallel group")
     collected = _Collected()
@@ -371,10 +376,13 @@ def _check_shape(name: str, local: torch.Tensor, shape: tuple[int, ...]) -> None
         )
 
 
-def _wire_dtype(name: str, own: torch.dtype, wanted: str | None) -> str:
+def _wire_dtype(name: str, own: torch.dtype, wanted: str | torch.dtype | None) -> str:
     if wanted is None:
         return dtype_name(own)
-    dtype = getattr(torch, wanted, None)
-    if not isinstance(dtype, torch.dtype) or not torch.can_cast(own, dtype):
-        raise ConfigError(f"'{name}' is {dtype_name(own)} and cannot travel as '{wanted}'")
-    return wanted
+    wire = dtype_name(wanted)
+    problem = f"'{name}' is {dtype_name(own)} and cannot travel as '{wire}'"
+    if wire not in ITEMSIZE or not isinstance(getattr(torch, wire, None), torch.dtype):
+        raise ConfigError(problem, hint=f"dtypes are {', '.join(sorted(ITEMSIZE))}")
+    if not torch.can_cast(own, getattr(torch, wire)):
+        raise ConfigError(problem, hint="publish it as it is: torch does not cast one into the other")
+    return wire

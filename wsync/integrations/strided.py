@@ -47,6 +47,16 @@ class Layout:
             expected *= self.shape[dim]
         return True
 
+    @property
+    def is_distinct(self) -> bool:
+        """Whether every element has one index, though there may be gaps."""
+        reach = 0
+        for dim in reversed(self.order):
+            if self.strides[dim] <= reach:
+                return False
+            reach += (self.shape[dim] - 1) * self.strides[dim]
+        return True
+
     def index(self, offset: int) -> list[int]:
         """Index of the element at `offset`."""
         index = [0] * len(self.shape)
@@ -135,8 +145,8 @@ class Memory:
     """A block of memory under the loader's hands: an origin (a tensor that is loaded, or a constant), a parameter,
     or the loader's own scratch.
 
-    `boxes` never overlap, and `free` is what none of them fills. `sources` names every tensor that ever went in.
-    Once `why` says why it is no copy, it stays so.
+    `boxes` never overlap. `free` is what is not written: neither by them nor, if it is no copy, by what is done
+    instead. `sources` names every tensor that ever went in. Once `why` says why it is no copy, it stays so.
     """
 
     layout: Layout
@@ -149,6 +159,8 @@ class Memory:
     boxes: list[Box] = field(default_factory=list)
     free: list[Region] = field(default_factory=list)
     why: str = ""
+    is_vague: bool = False
+    """Something is written of which it is not known where: of `free`, too, nothing is known."""
     is_overwritten: bool = False
     rivals: tuple[str, str] | None = None
     """Two tensors of which the second went over the first."""
@@ -165,10 +177,27 @@ class Memory:
         self.why = self.why or why
         self.sources |= set(sources)
 
+    def touch(self, copy: Copy | None) -> None:
+        """A strided part is written, by whatever; None: nobody knows which."""
+        try:
+            if copy is None or not self.layout.is_distinct:
+                raise NotBoxes("it is written nobody knows where")
+            extents = [axis.extent for axis in copy.axes]
+            strides = row_strides(extents)
+            axes = [replace(axis, stride=stride) for axis, stride in zip(copy.axes, strides, strict=True)]
+            origin = Memory(Layout.contiguous(extents), self.dtype, is_origin=True)
+            for box in boxes_of(Copy(tuple(axes), 0, copy.target_offset), origin, self.layout):
+                self._fill(box)
+            if len(self.free) > MAX_BOXES:
+                raise NotBoxes("it is written in too many places")
+        except NotBoxes:
+            self.is_vague = True
+
     def copy(self, origin: Memory, copy: Copy) -> None:
         """Write a strided part of another memory; what has no form is refused with its reason."""
         self.sources |= origin.sources
         if self.why or origin.why:
+            self.touch(copy)
             return self.refuse(origin.why)
         try:
             if not self.layout.is_dense:
@@ -178,6 +207,7 @@ class Memory:
                 self._write(box)
         except NotBoxes as exc:
             self.refuse(str(exc))
+            self.touch(copy)
         return None
 
     def _write(self, box: Box) -> None:
@@ -186,8 +216,12 @@ class Memory:
         for region in box.cover(len(self.layout.shape)):
             if not any(free.contains(region) for free in self.free):
                 self._uncover(region, box)
-            self.free = [rest for free in self.free for rest in minus(free, region)]
+        self._fill(box)
         self.boxes.append(box)
+
+    def _fill(self, box: Box) -> None:
+        for region in box.cover(len(self.layout.shape)):
+            self.free = [rest for free in self.free for rest in minus(free, region)]
 
     def _uncover(self, region: Region, above: Box) -> None:
         kept: list[Box] = []

@@ -5,7 +5,9 @@ An operation is a view, or it moves elements unchanged and is a list of copies (
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,6 +19,20 @@ SHAPE_ONLY = {"empty_like", "zeros_like", "ones_like", "full_like", "new_empty",
 SHAPE_ONLY |= {"rand_like", "randn_like", "new_empty_strided"}
 
 PLAIN_OPTIONS = {"dtype", "layout", "device", "pin_memory", "non_blocking", "memory_format"}
+
+
+_asked: ContextVar[list[ValuesNeeded]] = ContextVar("asked", default=[])  # noqa: B039 - of a look after a recording
+
+
+@contextlib.contextmanager
+def remembering() -> Iterator[list[ValuesNeeded]]:
+    """What the block asks for, also where it catches the exception: it would not have come with values."""
+    asked: list[ValuesNeeded] = []
+    before = _asked.set(asked)
+    try:
+        yield asked
+    finally:
+        _asked.reset(before)
 
 
 class ShapesDiffer(RuntimeError):
@@ -39,6 +55,7 @@ class ValuesNeeded(Exception):
     def __init__(self, sources: Iterable[str], why: str) -> None:
         super().__init__(why)
         self.sources = frozenset(sources)
+        _asked.get().append(self)
 
 
 class Traced(torch.Tensor):

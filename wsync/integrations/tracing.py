@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wsync.engine.tensors import dtype_name
+from wsync.holding import Region
 from wsync.integrations.pinned import Pinned
 from wsync.integrations.strided import Axis, Copy, Layout, Memory
 from wsync.integrations.traced import (
@@ -28,10 +29,11 @@ from wsync.integrations.traced import (
     bare,
     each,
     on_meta,
+    remembering,
     tensors_in,
     written_by,
 )
-from wsync.manifest import TensorSpec
+from wsync.manifest import ITEMSIZE, TensorSpec
 
 
 class Trace:
@@ -42,10 +44,14 @@ class Trace:
         self.names: dict[str, Memory] = {}
         """Every name of a live tensor -> the block that it is, or lies in."""
         self.layouts: dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]] = {}
+        self.offsets: dict[str, int | None] = {}
+        """Of a live tensor in its block, in elements; None where the block has elements of another size."""
         self.attributes: dict[str, str] = {}
         self.attribute_sources: set[str] = set()
         self.guessed = ""
         """The tensor whose turn it is, if its values are made up: all that is written meanwhile counts as computed."""
+        self.asked: list[ValuesNeeded] = []
+        """Every time that the loader asked for values, caught or not."""
         self.rebound: dict[str, torch.Tensor] = {}
         """Live tensors that get another's memory -> that, the last one."""
         self._model = model
@@ -70,7 +76,7 @@ class Trace:
         """Trace what the block does; all that it does to the module is undone at the end."""
         pinned = Pinned(self._model)
         try:
-            with torch.no_grad(), _Rebinding(self), _Operations(self):
+            with torch.no_grad(), remembering() as self.asked, _Rebinding(self), _Operations(self):
                 yield
             self._conclude(pinned)
         finally:
@@ -82,7 +88,7 @@ class Trace:
         if memory is not None and memory.names and old.shape == self.layouts[memory.names[0]][0]:
             self.rebound[memory.names[0]] = new
         if memory is not None and new.shape != old.shape:
-            memory.refuse(f"it is replaced by one of shape {list(new.shape)}", self._sources([new]))
+            self._refuse(memory, f"it is replaced by one of shape {list(new.shape)}", self._sources([new]), old)
         elif memory is not None:
             self._copy(old, new)
 
@@ -150,10 +156,14 @@ class Trace:
                 self._copy(target, origin)
             return None
         sources = self._sources(tensors_in(args))
+        changes_in_place = torch.Tag.pointwise in func.tags and name.endswith("_")
+        is_whole = func._schema.overload_name.endswith("out")
         for tensor in written:
             memory = self._written_memory(tensor)
             if memory is not None:
                 memory.refuse(f"it is computed ({name})", sources)
+                if not changes_in_place:  # what was not written before is not made new by scaling it
+                    memory.touch(self._footprint(memory, tensor) if is_whole else None)
         return None
 
     def _copy(self, target: torch.Tensor, origin: torch.Tensor | float) -> None:
@@ -163,8 +173,10 @@ class Trace:
         if not _expands(shape, target.shape):
             names = memory.names if memory is not None and not memory.is_origin else ()
             raise ShapesDiffer(shape, target.shape, sources=sources, target=names[0] if names else "")
-        if memory is None or (memory.why and not sources):
+        if memory is None:
             return None
+        if memory.why and not sources:
+            return memory.touch(self._footprint(memory, target))
         if isinstance(origin, torch.Tensor) and origin.numel() == 1 and not self._is_traced(origin):
             origin = origin.item()
         if not isinstance(origin, torch.Tensor):
@@ -191,7 +203,19 @@ class Trace:
             strides = view.expand(target.shape).stride()
             axes = tuple(map(Axis, target_view.shape, strides, target_view.stride()))
             return memory.copy(source, Copy(axes, offset, target_offset))
-        return memory.refuse(why, source.sources)
+        return self._refuse(memory, why, source.sources, target)
+
+    def _refuse(self, memory: Memory, why: str, sources: Iterable[str], target: torch.Tensor) -> None:
+        """A part of a memory is written, but not by copying."""
+        memory.refuse(why, sources)
+        memory.touch(self._footprint(memory, target))
+
+    def _footprint(self, memory: Memory, target: torch.Tensor) -> Copy | None:
+        """Which elements of its memory a tensor is; None where it is a view of elements of another size."""
+        if target.element_size() != ITEMSIZE.get(memory.dtype):
+            return None
+        _, view, offset = self._place(target)
+        return Copy(tuple(Axis(n, 0, s) for n, s in zip(view.shape, view.stride(), strict=True)), 0, offset)
 
     def _place(self, tensor: torch.Tensor) -> tuple[Memory, torch.Tensor, int]:
         """The memory of a tensor, a tensor with its shape and strides, and its offset in elements."""
@@ -234,17 +258,22 @@ class Trace:
             memory.copy(background, Copy(tuple(Axis(n, s, s) for n, s in axes), 0, 0))
         if self.guessed:
             memory.refuse("it depends on values", {self.guessed})
+            memory.touch(None)
         return memory
 
     def _add_live(self, name: str, tensor: torch.Tensor) -> None:
         layout, size = _layout(tensor), tensor.element_size()
         first = int(tensor.storage_offset()) * size
         reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        self.offsets[name] = 0
         for begin, end, memory, whole in self._found(tensor):
-            if begin == first and (layout, dtype_name(tensor.dtype)) == (memory.layout, memory.dtype):
+            self.offsets[name] = (first - begin) // size if whole.element_size() == size else None
+            if begin == first and self.layouts[name] == self.layouts[memory.names[0]]:
                 memory.names = (*memory.names, name)
             elif first + reach * size > end or whole.element_size() != size:
                 memory.refuse(f"it shares a part of its memory with '{name}'")
+                memory.layout = Layout.contiguous([(max(end, first + reach * size) - begin) // whole.element_size()])
+                memory.free = [Region.whole(memory.layout.shape)]
                 blocks = self._blocks[_storage(tensor)]
                 blocks[:] = [block for block in blocks if block[2] is not memory]
                 blocks.append((begin, max(end, first + reach * size), memory, whole))
@@ -274,7 +303,15 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._trace = trace
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._trace.call(func, tuple(args), dict(kwargs or {}))
+        try:
+            return self._trace.call(func, tuple(args), dict(kwargs or {}))
+        except (ShapesDiffer, ValuesNeeded):
+            raise
+        except Exception as exc:  # of torch, maybe for lack of bytes; should the loader catch it
+            traced = filter(self._trace._is_traced, tensors_in((args, list((kwargs or {}).values()))))
+            if sources := self._trace._sources(traced):
+                ValuesNeeded(sources, str(exc))
+            raise
 
 
 class _Rebinding(TorchFunctionMode):
