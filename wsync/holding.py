@@ -17,6 +17,9 @@ import xxhash
 from wsync.errors import ManifestMismatch
 from wsync.manifest import ITEMSIZE, TensorSpec
 
+CHECKPOINT = "checkpoint:"
+"""Begins the name of a local that is no live memory: a whole tensor, received for the engine's own loader."""
+
 
 class Region(msgspec.Struct, frozen=True, array_like=True, order=True):
     """An n-d box of one tensor: in every dim `[offset, offset + extent)`."""

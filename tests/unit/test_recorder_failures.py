@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from wsync import ShardReplica
 from wsync.errors import CommitError, ConfigError, ManifestMismatch
 from wsync.integrations.recorder import CHECKPOINT, record_loader
 from wsync.manifest import TensorSpec
@@ -322,3 +323,10 @@ def test_a_look_at_values_whose_failure_the_loader_catches_counts_as_one(name: s
     assert torch.equal(recorded.p, own.p), "as the engine's own loader has it"
     assert torch.equal(recorded.p, torch.ones(2, 2))
     assert torch.equal(recorded.q, values["q"])
+
+
+def test_a_worker_whose_loader_nobody_would_run_is_refused() -> None:
+    recorded = Catching(LOOKS["item"])
+    recording = record_loader(recorded, recorded.load_weights, [("p", "float32", (2, 2)), ("q", "float32", (2,))])
+    with pytest.raises(ConfigError, match=r"nobody would load p, q: .*pass installing=recording\.installing"):
+        ShardReplica("policy", recording.holding, lambda: recording.locals)

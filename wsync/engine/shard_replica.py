@@ -33,7 +33,7 @@ from wsync.errors import (
     TransferTimeout,
     WsyncError,
 )
-from wsync.holding import Holding
+from wsync.holding import CHECKPOINT, Holding
 
 PLAN_CHECK_S = 1.0
 """How often a worker that has its lanes asks whether the plan has changed."""
@@ -71,6 +71,12 @@ class ShardReplica(Closing):
         self.config = config or Config()
         self._installing = installing
         check_wanted(holding)
+        loaded = [local.name.removeprefix(CHECKPOINT) for local in holding.locals if local.name.startswith(CHECKPOINT)]
+        if loaded and installing is nullcontext:
+            raise ConfigError(
+                f"nobody would load {some(loaded)}: the holding leaves these tensors to the engine's own loader",
+                hint="pass installing=recording.installing",
+            )
         self.member_id = member_id or default_member_id("worker")
         self._holding, self._locals = holding, Locals(holding, locals_)
         self._version, self._uid, self._step = 0, 0, 0
@@ -373,7 +379,10 @@ class ShardReplica(Closing):
         )
 
     def verify(self, *, timeout_s: float = 60.0) -> list[str]:
-        """Names of the fragments whose live bytes differ from the version that this worker runs; empty when none do."""
+        """Names of the fragments whose live bytes differ from the version that this worker runs; empty when none do.
+
+        Of what the engine's own loader makes of tensors that were received for it, only what was received is compared.
+        """
         with self._lock:
             if not self._version:
                 raise ChannelError(f"no version of '{self.channel}' has been installed here", hint="commit one first")

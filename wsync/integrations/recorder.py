@@ -21,7 +21,7 @@ import torch
 
 from wsync.engine.tensors import dtype_name, strided_view
 from wsync.errors import CommitError, ManifestMismatch
-from wsync.holding import Holding, HoldingBuilder, Place, Region
+from wsync.holding import CHECKPOINT, Holding, HoldingBuilder, Place, Region
 from wsync.integrations.failures import Loader, causes, fails_anyway, refusal
 from wsync.integrations.pinned import Pinned, check_kept
 from wsync.integrations.strided import Box, Memory
@@ -33,7 +33,6 @@ from wsync.manifest import TensorSpec
 Hook = Callable[[tuple[str, ...]], object]
 """Called with the names of the modules that receive data."""
 
-CHECKPOINT = "checkpoint:"
 MAX_ATTEMPTS = 32
 
 
