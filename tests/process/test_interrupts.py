@@ -186,19 +186,18 @@ def hammer(child: Child, seed: int, seconds: float) -> list[str]:
     end = time.monotonic() + seconds
     calls = (child.replica.commit_latest, child.replica.verify, child.replica.digests, lambda: child.replica.is_ready)
     while time.monotonic() < end:
-        try:
-            signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.0002, 0.004))
-            for _ in range(50):
-                rng.choice(calls)()
-                ready[0] += 1
-        except KeyboardInterrupt:
-            pass
-        except WsyncError:
-            pass
-        except Exception as exc:
-            odd.append(repr(exc))
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+        with contextlib.suppress(KeyboardInterrupt):  # also of an alarm that comes while it is turned off
+            try:
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.0002, 0.004))
+                for _ in range(50):
+                    rng.choice(calls)()
+                    ready[0] += 1
+            except WsyncError:
+                pass
+            except Exception as exc:
+                odd.append(repr(exc))
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
     assert ready[0]
     return odd
