@@ -7,6 +7,7 @@ restarts with the host's first member, or by Ray), attaches again and hands back
 
 from __future__ import annotations
 
+import _thread
 import array
 import contextlib
 import logging
@@ -214,7 +215,7 @@ class Link:
         self._connection: _Connection | None = None
         self._is_closed = False
         self._warn_at = math.inf
-        self._rejoining: threading.Thread | None = None
+        self._is_rejoining = False
         self.hand_back: Callable[[Slot], Message | None] = lambda _: None
         self.on_attached: Callable[[Message], None] = lambda _: None
         self.host = ""
@@ -227,16 +228,23 @@ class Link:
 
     def rejoin_behind(self) -> None:
         """Join again in a thread that lives only for that, for a caller that must not wait."""
-        if self._is_closed or (self._rejoining is not None and self._rejoining.is_alive()):
+        if self._is_closed or self._is_rejoining:
             return
-        self._rejoining = threading.Thread(target=self._rejoin, name="wsync-rejoin", daemon=True)
-        self._rejoining.start()
+        self._is_rejoining = True
+        try:
+            # Thread.start waits in Python code for the thread: an interrupt there ends as "release unlocked lock".
+            _thread.start_new_thread(self._rejoin, ())
+        except BaseException:
+            self._is_rejoining = False
+            raise
 
     def _rejoin(self) -> None:
         try:
             self.connect(time.monotonic() + self._join_timeout_s)
         except WsyncError as exc:
             logger.warning("this host's holder cannot be joined again: %s", exc)
+        finally:
+            self._is_rejoining = False
 
     def connect(self, deadline: float) -> None:
         """Be attached to a living holder, or raise by the deadline. Nothing happens when the link is whole."""
