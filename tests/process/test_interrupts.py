@@ -175,32 +175,42 @@ def test_a_commit_inside_of_a_commit_is_refused(job: Job) -> None:
     assert member.digest() == expected(1, 0, 2)
 
 
-def hammer(child: Child, seed: int, seconds: float) -> list[str]:
-    """Alarms every few milliseconds while the replica is used; what else than the alarm came out of its calls."""
-    rng, odd, ready = random.Random(seed), [], [0]
+def under_alarms(call: Callable[[random.Random], object], seed: int, seconds: float, delay_s: float) -> list[str]:
+    """`call` over and over, interrupted after up to `delay_s` each time; what came out of it without a name."""
+    rng, odd, is_armed = random.Random(seed), [], [False]
+    num_calls = 0
 
     def alarm(*_: object) -> None:
-        raise KeyboardInterrupt
+        if is_armed[0]:  # another thread may get the signal, and this one hears of it late
+            is_armed[0] = False
+            raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, alarm)
     end = time.monotonic() + seconds
-    calls = (child.replica.commit_latest, child.replica.verify, child.replica.digests, lambda: child.replica.is_ready)
     while time.monotonic() < end:
         with contextlib.suppress(KeyboardInterrupt):  # also of an alarm that comes while it is turned off
             try:
-                signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.0002, 0.004))
-                for _ in range(50):
-                    rng.choice(calls)()
-                    ready[0] += 1
+                is_armed[0] = True
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.0001, delay_s))
+                for _ in range(100):
+                    call(rng)
+                    num_calls += 1
             except WsyncError:
                 pass
             except Exception as exc:
                 odd.append(repr(exc))
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
+                is_armed[0] = False
     signal.signal(signal.SIGALRM, before)
-    assert ready[0]
+    assert num_calls
     return odd
+
+
+def hammer(child: Child, seed: int, seconds: float) -> list[str]:
+    replica = child.replica
+    calls = (replica.commit_latest, replica.verify, replica.digests, lambda: replica.is_ready)
+    return under_alarms(lambda rng: rng.choice(calls)(), seed, seconds, 0.004)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -217,3 +227,21 @@ def test_alarms_at_random_moments_stop_nobody(job: Job, seed: int) -> None:
     assert replica.end() == [], "errors without a name"
     publish_on(trainer, replica, step + 1)
     assert replica.verify() == []
+
+
+def hammer_joins(child: Child, seconds: float) -> list[str]:
+    """Joining again is begun, over and over; the joining itself does nothing."""
+    link = child.replica._link
+    link.connect = lambda _: None
+    odd = under_alarms(lambda _: link.rejoin_behind(), 3, seconds, 0.001)
+    del link.connect
+    return odd
+
+
+def test_an_alarm_while_joining_again_is_begun_is_just_that(job: Job) -> None:
+    trainer, replica = job.trainer(), job.replica()
+    trainer.publish(1, 1)
+    assert replica.wait_version(1) == 1
+    assert replica.run(hammer_joins, 4.0) == [], "errors without a name"
+    job.kill(job.holder_pid("A"))
+    publish_on(trainer, replica, 2)
