@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from _members import SMALL, Child, Job, Member, eventually, make_tensors, reference
 from test_shards import B, W, expected, publish_all, trainers, worker, worker_holding
+from test_shards_faults import fail_install
 
 from wsync.errors import ChannelError, CommitError
 
@@ -114,31 +115,14 @@ def test_an_engine_that_keeps_its_weights_in_another_form_is_ready(job: Job) -> 
         assert member.run(look_raw) == expected(step, 0, 2)
 
 
-def break_install(child: Child, number: int) -> None:
-    """The install of a later lane fails, once; those before are done."""
-    from wsync.engine.tensors import NumpyTensors
-
-    real, count = NumpyTensors.install, [0]
-
-    def install(self: NumpyTensors, *args: Any) -> None:
-        count[0] += 1
-        if count[0] <= number:
-            return real(self, *args)
-        NumpyTensors.install = real  # type: ignore[method-assign]
-        raise RuntimeError("the device fell off the bus")
-
-    NumpyTensors.install = install  # type: ignore[method-assign]
-
-
 def test_a_failure_that_installing_suppresses_is_a_failure(job: Job) -> None:
     ranks, member = trainers(job, 3), installing_worker(job, suppressing)
     assert member.wait_version(publish_all(ranks, 1, 1)) == 1
     publish_all(ranks, 2, 2)
     time.sleep(0.5)
     for number in (0, 1, 2):
-        member.run(break_install, number)
         with pytest.raises(CommitError, match=r"installing\(\) does not let the error pass.*in place"):
-            member.commit_latest()
+            member.run(fail_install, number)
         assert (member.get("replica.version"), member.get("replica.is_ready")) == (1, True)
         assert member.digest() == expected(1, 0, 2)
         assert member.verify() == []

@@ -297,10 +297,8 @@ class Replica(Closing):
         deadline = time.monotonic() + self.config.join_timeout_s
         while (left := deadline - time.monotonic()) > 0:
             try:
-                holder = self._link.pin(timeout_s=left)
-                leased = holder.ask(self._news(left), timeout_s=left)
-                assert isinstance(leased, protocol.VersionLeased)
-                return self._install_and_release(holder, leased) if leased.version else None
+                held = self._lease(self._news(left))
+                return self._install_and_release(*held) if held is not None else None
             except (PeerLost, StaleView):
                 continue
             except WsyncError as exc:
@@ -368,11 +366,10 @@ class Replica(Closing):
         if not self._version or (self._version, self._uid) == (failed.version, failed.uid):
             return
         try:
-            holder = self._link.pin(timeout_s=GRACE_S)
-            leased = holder.ask(protocol.LeaseVersion(self._version, self._version, 0.0), timeout_s=0.0)
-            assert isinstance(leased, protocol.VersionLeased)
-            if not leased.version:
+            held = self._lease(protocol.LeaseVersion(self._version, self._version, 0.0))
+            if held is None:
                 return
+            holder, leased = held
             try:
                 if (leased.version, leased.uid) == (self._version, self._uid):
                     lane = self._agree(
