@@ -30,6 +30,7 @@ _HEADER = struct.Struct("<8sQQQQQQ")  # magic, nbytes, chunk_nbytes, version, ui
 _PAGE = mmap.PAGESIZE
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
+_PREFAULT_NBYTES = 16 << 20
 
 
 class Slot:
@@ -98,11 +99,17 @@ class Slot:
         return slot
 
     def prefault(self) -> None:
-        """Map all pages now, so that no later copy pays for a page fault (measured: 9 times slower)."""
+        """Map all pages now, so that no later copy pays for a page fault (measured: 9 times slower).
+
+        Piece by piece: `madvise` keeps the interpreter's lock, and a large slot would stop every thread for seconds.
+        """
+        mapping = self._map
+        if mapping is None:
+            return
         for advice in (_MADV_POPULATE_WRITE, _MADV_POPULATE_READ):
             try:
-                if self._map is not None:
-                    self._map.madvise(advice)
+                for start in range(0, len(mapping), _PREFAULT_NBYTES):
+                    mapping.madvise(advice, start, min(_PREFAULT_NBYTES, len(mapping) - start))
                 return
             except (OSError, ValueError):  # an older kernel, or a read-only mapping
                 continue

@@ -538,3 +538,25 @@ def test_the_holder_that_carries_the_coordinator_hangs_for_a_while(job: Job) -> 
     trainer.publish(1)
     assert late.wait_version(1) == 1, "all are with the same coordinator again"
     check_moved(late, SMALL, 0, 1)
+
+
+@pytest.mark.parametrize("lost_after_s", [20.0, 2.0])
+def test_a_coordinator_that_is_slow_while_a_host_joins_does_not_make_two_jobs(job: Job, lost_after_s: float) -> None:
+    """It is waited for, or replaced where it has been silent for too long; either way it is not a second one."""
+    config = {"lost_after_s": lost_after_s, "join_timeout_s": 20.0}
+    trainer = job.trainer(host="A", config=config)
+    path = next(job.folder.rglob("coordinator.json"))
+    record, carrier = path.read_bytes(), job.holder_pid("A")
+    job.stop(carrier)
+    far = job.member("B", **config)
+    far.make(SMALL, 0)
+    far.begin("open_replica", "policy")
+    with contextlib.suppress(AssertionError):
+        eventually(lambda: path.read_bytes() != record, "another coordinator", timeout_s=4.0)
+    assert (path.read_bytes() == record) is (lost_after_s == 20.0)
+    job.resume(carrier)
+    far.end()
+    for version in (1, 2):
+        assert trainer.publish(version, version) == version
+        assert far.wait_version(version) == version
+        check_moved(far, SMALL, version - 1, version)

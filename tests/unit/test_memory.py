@@ -196,3 +196,31 @@ def test_file_backed_slots_leave_no_name(tmp_path: Path) -> None:
     slot.close()
     with pytest.raises(ArenaError, match="cannot be used"):
         Slot.reserve(CHUNK, CHUNK, arena=str(tmp_path / "absent"))
+
+
+class _Mapping:
+    """Notes what it is advised."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.pieces: list[tuple[int, int]] = []
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    def madvise(self, advice: int, start: int, nbytes: int) -> None:
+        self.pieces.append((start, nbytes))
+
+
+def test_pages_are_mapped_in_pieces_because_madvise_keeps_the_interpreter_lock() -> None:
+    slot = Slot.reserve(1 << 20, 1 << 18)
+    try:
+        mapping = _Mapping((70 << 20) + 4096)
+        slot._map = mapping  # type: ignore[assignment]
+        slot.prefault()
+        starts = [start for start, _ in mapping.pieces]
+        assert starts == [piece * (16 << 20) for piece in range(5)]
+        assert sum(nbytes for _, nbytes in mapping.pieces) == mapping.nbytes
+        assert max(nbytes for _, nbytes in mapping.pieces) == 16 << 20
+    finally:
+        slot.close()

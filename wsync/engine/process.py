@@ -20,12 +20,29 @@ from wsync.config import Config
 from wsync.engine import wire as wires
 from wsync.engine.coordinator import PURPOSE, Coordinator
 from wsync.engine.holder import Holder
-from wsync.engine.session import CoordinatorRecord, HolderOrder, HolderRecord, locked, read_record, write_record
+from wsync.engine.session import (
+    CoordinatorRecord,
+    HolderOrder,
+    HolderRecord,
+    lock_file,
+    read_record,
+    took_lock,
+    write_record,
+)
 from wsync.errors import AuthError, ConnectError, StaleView
+
+logger = logging.getLogger("wsync")
+
+
+LOOK_S = 0.25
 
 
 class JobCoordinator:
-    """Finds the job's coordinator through its record; carries one in this process when the recorded one is gone."""
+    """Finds the job's coordinator through its record; carries one in this process when the recorded one is gone.
+
+    The record decides. A coordinator that did not answer in time was replaced there; if it was only slow it sees that and
+    ends, so that its holders find the new one. Otherwise a job would be two, and neither would know of the other.
+    """
 
     def __init__(self, config: Config, folder: str, token: str) -> None:
         self._config, self._folder, self._token = config, Path(folder), token
@@ -34,22 +51,48 @@ class JobCoordinator:
 
     async def resolve(self) -> tuple[str, int]:
         path = self._folder / "coordinator.json"
-        with locked(self._folder / "coordinator.lock", time.monotonic() + 1.0):
+        lock = self._folder / "coordinator.lock"
+        deadline = time.monotonic() + 2 * self._config.lost_after_s
+        with lock_file(lock) as fd:
+            while not took_lock(fd, lock, deadline):
+                await asyncio.sleep(0.01)  # whoever has the lock may wait for the answer of the one that we carry
             record = read_record(path, CoordinatorRecord)
-            if record is not None and record.port and await self._answers(record):
+            if record is not None and record.port and (self._is_ours(record) or await self._answers(record)):
                 return record.host, record.port
             if self.carried is None:
                 self.carried = Coordinator(self._config, self._token)
                 self.carried.start()
-                self._task = asyncio.create_task(self.carried.run())
+                self._task = asyncio.create_task(self._carry(self.carried, path))
             host, port = self.carried.address
             write_record(path, CoordinatorRecord(host, port, self._token))
             return host, port
 
+    def _is_ours(self, record: CoordinatorRecord) -> bool:
+        return self.carried is not None and self.carried.address == (record.host, record.port)
+
+    async def _carry(self, coordinator: Coordinator, path: Path) -> None:
+        """Run it until the record names another one."""
+        running = asyncio.create_task(coordinator.run())
+        try:
+            while not (await asyncio.wait([running], timeout=LOOK_S))[0]:
+                record = read_record(path, CoordinatorRecord)
+                if record is not None and record.port and not self._is_ours(record):
+                    logger.warning("the coordinator here was slow to answer and has been replaced")
+                    return
+        finally:
+            self.carried = None
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
     async def _answers(self, record: CoordinatorRecord) -> bool:
+        """Refused at once where it has ended; one that is only slow has as long as a holder has."""
         try:
             wire = await wires.connect(
-                (record.host, record.port), self._token, purpose=PURPOSE, peer="the coordinator", timeout_s=1.0
+                (record.host, record.port),
+                self._token,
+                purpose=PURPOSE,
+                peer="the coordinator",
+                timeout_s=self._config.lost_after_s,
             )
         except (ConnectError, AuthError):
             return False
@@ -91,7 +134,7 @@ def main() -> int:
     except asyncio.CancelledError:
         pass
     except StaleView as exc:
-        logging.getLogger("wsync").warning("leaving: %s", exc)
+        logger.warning("leaving: %s", exc)
     return 0
 
 

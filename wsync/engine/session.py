@@ -122,22 +122,34 @@ def job_folder(config: Config) -> Path:
 @contextlib.contextmanager
 def locked(path: Path, deadline: float) -> Iterator[None]:
     """Hold an exclusive lock on `path`. Raises ConnectError at the deadline."""
+    with lock_file(path) as fd:
+        while not took_lock(fd, path, deadline):
+            time.sleep(0.01)
+        yield
+
+
+@contextlib.contextmanager
+def lock_file(path: Path) -> Iterator[int]:
+    """A descriptor for `took_lock`. Closing it gives the lock back."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise ConnectError(
-                        f"another process has been starting a holder for too long ({path.name} is locked)",
-                        context=ErrorContext(phase="join"),
-                    ) from None
-                time.sleep(0.01)
-        yield
+        yield fd
     finally:
         os.close(fd)
+
+
+def took_lock(fd: int, path: Path, deadline: float) -> bool:
+    """Try once. Raises ConnectError when the lock is somebody else's and the deadline has passed."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if time.monotonic() >= deadline:
+            raise ConnectError(
+                f"another process has been starting a holder for too long ({path.name} is locked)",
+                context=ErrorContext(phase="join"),
+            ) from None
+        return False
+    return True
 
 
 def read_record(path: Path, kind: type[_Record]) -> _Record | None:
