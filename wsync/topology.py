@@ -144,6 +144,10 @@ class Device(Record, frozen=True, kw_only=True):
     """Of one of them, per direction."""
     partition_of: str = ""
     partition_mode: str = ""
+    paths: tuple[str, ...] = ()
+    """Ways by which its memory can be reached, or moved by software that is to be had (names of `DevicePath`); empty:
+    none is known.
+    """
 
 
 class Nic(Record, frozen=True, kw_only=True):

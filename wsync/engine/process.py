@@ -40,8 +40,8 @@ LOOK_S = 0.25
 class JobCoordinator:
     """Finds the job's coordinator through its record; carries one in this process when the recorded one is gone.
 
-    The record decides. A coordinator that did not answer in time was replaced there; if it was only slow it sees that and
-    ends, so that its holders find the new one. Otherwise a job would be two, and neither would know of the other.
+    The record decides. A coordinator that did not answer in time was replaced there; if it was only slow it sees that
+    and ends, so that its holders find the new one. Otherwise a job would be two, and neither would know of the other.
     """
 
     def __init__(self, config: Config, folder: str, token: str) -> None:

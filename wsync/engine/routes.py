@@ -1,0 +1,176 @@
+"""Routes of lanes: records that prove themselves, and the choice among candidate trees by predicted time. Pure.
+
+A lane is cut into stripes by chunk (`chunk % num_stripes`), and each stripe has a tree of its own from the origin to
+all receivers. One stripe is the common case; where holders share a faster way than the network (an NVLink domain),
+stripes enter it at different members, so that every NIC of the domain takes its part.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from wsync.engine.fabric import Fabric
+from wsync.engine.route_cost import Bound, Load, bound_of, load_of, plus, times_of
+from wsync.engine.route_trees import ORIGIN, Tree, candidates, spanning_tree
+from wsync.errors import PlanError
+
+NUM_PASSES = 2
+SAME = 1.02
+"""Candidates whose last receiver is ready within this factor of the best are compared by the mean of all receivers."""
+CHUNK_COST_S = 200e-6
+"""What a chunk costs its holder beside its bytes: it balances the pipeline's depth, which wants small chunks."""
+MIN_CHUNK_NBYTES, MAX_CHUNK_NBYTES = 1 << 18, 16 << 20
+_GRAIN = 1 << 16
+
+
+class Lane(msgspec.Struct, frozen=True):
+    """Bytes that one holder has and others want."""
+
+    key: str
+    nbytes: int
+    origin: str
+    receivers: tuple[str, ...]
+
+
+class RoutedLane(msgspec.Struct, frozen=True):
+    """A lane with its trees. Checked when built: every receiver is in every tree, exactly once, below the origin.
+
+    (That a tree is one, and has no cycle, it checks itself.)
+    """
+
+    lane: Lane
+    trees: tuple[Tree, ...]
+
+    def __post_init__(self) -> None:
+        if not self.trees:
+            raise PlanError(f"lane {self.lane.key} has no route")
+        wanted = set(self.lane.receivers)
+        if len(wanted) != len(self.lane.receivers) or self.lane.origin in wanted:
+            raise PlanError(
+                f"lane {self.lane.key} goes to a holder twice: {self.lane.receivers} from {self.lane.origin}"
+            )
+        for tree in self.trees:
+            if tree.members != wanted:
+                odd = sorted(tree.members ^ wanted)
+                raise PlanError(f"lane {self.lane.key}: {odd} not exactly once in the tree of each stripe")
+
+    def parent(self, stripe: int, place: int) -> str:
+        """From whom the receiver at that place of the stripe's tree pulls."""
+        tree = self.trees[stripe]
+        parent = tree.parents[place]
+        return self.lane.origin if parent == ORIGIN else tree.receivers[parent]
+
+
+class Routing(msgspec.Struct, frozen=True):
+    """Routes of all lanes of a version, with what they promise. Times are 0 where no rate is known."""
+
+    lanes: tuple[RoutedLane, ...]
+    chunk_nbytes: int
+    predicted_s: float
+    """From the first byte until the last receiver has everything."""
+    receiver_s: dict[str, float]
+    bound: Bound
+
+    @property
+    def ratio(self) -> float:
+        """Predicted time over the bound; 0 if either is unknown."""
+        return self.predicted_s / self.bound.time_s if self.bound.time_s else 0.0
+
+    def explain(self) -> str:
+        """Lanes and trees, the predicted time, the bound and their ratio, for a reader."""
+        lines = [
+            f"{len(self.lanes)} lanes, {sum(routed.lane.nbytes for routed in self.lanes)} bytes, "
+            f"chunks of {self.chunk_nbytes} bytes",
+            f"predicted {self.predicted_s:.4g} s, bound {self.bound.time_s:.4g} s, ratio {self.ratio:.3f}",
+            f"bound: {self.bound.formula}",
+        ]
+        for routed in self.lanes:
+            lane = routed.lane
+            lines.append(f"{lane.key}: {lane.nbytes} bytes from {lane.origin} to {len(lane.receivers)} holders")
+            for stripe, tree in enumerate(routed.trees):
+                label = f"  stripe {stripe}: " if len(routed.trees) > 1 else "  "
+                lines += [
+                    f"{label}{routed.parent(stripe, place)} -> {receiver} ({tree.paths[place]})"
+                    for place, receiver in enumerate(tree.receivers)
+                ]
+        return "\n".join(lines)
+
+
+class _SameWay:
+    """Lanes to the same receivers whose origins are placed alike: they take the same trees."""
+
+    def __init__(self, lanes: Sequence[Lane]) -> None:
+        self.lanes = lanes
+        self.nbytes = sum(lane.nbytes for lane in lanes)
+        self.trees: tuple[Tree, ...] = ()
+        self.load: Load = {}
+
+
+def route(fabric: Fabric, lanes: Iterable[Lane], *, chunk_nbytes: int = 0) -> Routing:
+    """Trees for all lanes, which move at the same time. `chunk_nbytes` 0: chosen for the depth of the trees.
+
+    Raises PlanError when a receiver cannot be reached by any path that both ends have.
+    """
+    lanes = tuple(lanes)
+    ways = [_SameWay(same) for same in _alike(fabric, lanes)]
+    total: Load = {}
+    for _ in range(NUM_PASSES):
+        for way in ways:
+            total = plus(total, way.load, -1)
+            way.trees = _best(fabric, way, total, chunk_nbytes)
+            way.load = load_of(fabric, way.lanes, way.trees)
+            total = plus(total, way.load)
+    chunk = chunk_nbytes or min((_chunk_for(fabric, b, b.trees, total) for b in ways), default=MAX_CHUNK_NBYTES)
+    receiver_s: dict[str, float] = {}
+    for way in ways:
+        for receiver, time_s in times_of(fabric, way.lanes, way.trees, total, chunk).items():
+            receiver_s[receiver] = max(time_s, receiver_s.get(receiver, 0.0))
+    routed = {lane.key: RoutedLane(lane, way.trees) for way in ways for lane in way.lanes}
+    return Routing(
+        tuple(routed[lane.key] for lane in lanes),
+        chunk,
+        max(receiver_s.values(), default=0.0),
+        receiver_s,
+        bound_of(fabric, lanes),
+    )
+
+
+def _alike(fabric: Fabric, lanes: Sequence[Lane]) -> list[list[Lane]]:
+    found: defaultdict[object, list[Lane]] = defaultdict(list)
+    places: dict[tuple[str, ...], set[str]] = {}
+    for lane in lanes:
+        near = places.get(lane.receivers)
+        if near is None:
+            near = {place for r in lane.receivers for place in (fabric.island(r), *fabric.networks(r))}
+            places[lane.receivers] = near
+        around = (fabric.island(lane.origin), *fabric.networks(lane.origin))
+        where = tuple(place for place in around if place in near)
+        found[lane.receivers, where, fabric.likeness(lane.origin)].append(lane)
+    return list(found.values())
+
+
+def _best(fabric: Fabric, way: _SameWay, others: Load, chunk_nbytes: int) -> tuple[Tree, ...]:
+    tried: list[tuple[float, float, tuple[Tree, ...]]] = []
+    origin, receivers = way.lanes[0].origin, way.lanes[0].receivers
+    for trees in candidates(fabric, origin, receivers):
+        total = plus(others, load_of(fabric, way.lanes, trees))
+        chunk = chunk_nbytes or _chunk_for(fabric, way, trees, total)
+        times = times_of(fabric, way.lanes, trees, total, chunk).values()
+        tried.append((max(times, default=0.0), sum(times), trees))
+    if not tried:
+        return (spanning_tree(fabric, origin, receivers),)
+    last = min(time_s for time_s, _, _ in tried)
+    return min(((mean, trees) for time_s, mean, trees in tried if time_s <= SAME * last), key=lambda best: best[0])[1]
+
+
+def _chunk_for(fabric: Fabric, way: _SameWay, trees: Sequence[Tree], total: Load) -> int:
+    """Each of nbytes / c chunks costs `CHUNK_COST_S`, the last receiver waits for depth of them: least if equal."""
+    depth = max(tree.depth for tree in trees) - 1
+    time_s = max(times_of(fabric, way.lanes, trees, total, 0).values(), default=0.0)
+    if depth < 1 or not time_s:
+        return MAX_CHUNK_NBYTES
+    nbytes = max(lane.nbytes for lane in way.lanes) / len(trees) * (CHUNK_COST_S / (time_s * depth)) ** 0.5
+    return min(MAX_CHUNK_NBYTES, max(MIN_CHUNK_NBYTES, int(nbytes) // _GRAIN * _GRAIN))
