@@ -32,11 +32,16 @@ RECORDS = {
     "layouts",
     "arrangements",
     "topology",
+    "paths",
 }
 PURE = {
     f"engine.{name}"
     for name in (
         "planner",
+        "fabric",
+        "routes",
+        "route_cost",
+        "route_trees",
         "overlap",
         "groups",
         "lanes",
