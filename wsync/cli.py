@@ -36,6 +36,13 @@ def main(argv: list[str] | None = None) -> int:
             side, type=Path, nargs="+", action="extend", required=True, help=f"digest reports of {whose}"
         )
 
+    topo = commands.add_parser("topo", help="what this machine consists of, and the path between each two of its parts")
+    topo.add_argument("--host", default="", help="name of this host (default: as holders name it)")
+    topo.add_argument("--file", type=Path, help="show this topology (of --json) instead of this machine")
+    topo.add_argument("--offline", action="store_true", help="ask no metadata service of a cloud")
+    topo.add_argument("--json", metavar="FILE", help="write it as JSON; '-': to standard output, and nothing else")
+    topo.add_argument("--html", metavar="FILE", help="write a page with a picture")
+
     demo = commands.add_parser("demo", help="a live broadcast on a Ray cluster of three nodes on this machine")
     from wsync.demo import add_arguments
 
@@ -50,6 +57,8 @@ def main(argv: list[str] | None = None) -> int:
             return run_coordinator(arguments.listen, arguments.port, arguments.token_file)
         if arguments.command == "verify":
             return run_verify(arguments.trainer, arguments.replica)
+        if arguments.command == "topo":
+            return run_topo(arguments)
         from wsync.demo import main as run_demo
 
         return run_demo(arguments)
@@ -98,6 +107,30 @@ def run_verify(trainer: Sequence[Path], replica: Sequence[Path]) -> int:
     num_tensors = len({tensor.name for side in reports for report in side for tensor in report.tensors})
     print(f"{len(differences)} of {num_tensors} tensors differ")
     return 1 if differences else 0
+
+
+def run_topo(arguments: argparse.Namespace) -> int:
+    """Print the topology, or write it where the options say. Raises ConfigError for files that cannot be used."""
+    from wsync import topo_view
+    from wsync.discovery.detect import detect
+    from wsync.engine.session import host_id
+    from wsync.topology import Topology
+
+    if arguments.file:
+        topology = Topology.load(arguments.file)
+    else:
+        topology = detect(arguments.host or host_id(Config()), is_offline=arguments.offline)
+    if arguments.json != "-":
+        print(topo_view.as_text(topology), end="")
+    for name, content in ((arguments.json, topology.dump), (arguments.html, lambda: topo_view.as_html(topology))):
+        if name == "-":
+            print(content(), end="")
+        elif name:
+            try:
+                Path(name).write_text(content(), encoding="utf-8")
+            except OSError as exc:
+                raise ConfigError(f"{name} cannot be written: {exc.strerror}") from exc
+    return 0
 
 
 def _token(path: Path) -> str:

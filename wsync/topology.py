@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import msgspec
@@ -244,6 +245,20 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
         for link in self.links:
             for end in (link.a, link.b):
                 _check(known, f"link {link.kind}", end, "device", "NIC")
+
+    @classmethod
+    def load(cls, path: Path) -> Topology:
+        """Read what `dump` wrote. Raises ConfigError for anything else."""
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except OSError as exc:
+            raise ConfigError(f"{path} cannot be read: {exc.strerror}") from exc
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            raise ConfigError(f"{path} is no topology: {exc}", hint="`wsync topo --json FILE` writes one") from exc
+
+    def dump(self) -> str:
+        """All of it as JSON text."""
+        return msgspec.json.format(msgspec.json.encode(self)).decode() + "\n"
 
     def host_devices(self, host_id: str) -> tuple[Device, ...]:
         return tuple(device for device in self.devices if device.host_id == host_id)

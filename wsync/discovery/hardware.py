@@ -33,6 +33,7 @@ __all__ = [
 MEMORY_TOLERANCE = 0.1
 """Drivers keep some memory for themselves, and clouds and makers count in different units: that much is no conflict."""
 
+_NOT_WITH_MIG = frozenset({DevicePath.CUDA_IPC, DevicePath.CUDA_FABRIC, DevicePath.PCIE_P2P, DevicePath.NVLS})
 _GRACE_NUMA_NODES = {"0008": 0, "0009": 0, "0018": 1, "0019": 1}
 
 
@@ -104,8 +105,8 @@ def conflicts(
 def described(device: Device, *, instance_type: str = "") -> tuple[Device, tuple[str, ...]]:
     """The device with what the table adds, as facts of `Source.TABLE`, and what there is to note of it.
 
-    What was read stays as it is. A partition gets no size and no rate: the table knows only wholes. Whether links are
-    up is never taken from the table.
+    What was read stays as it is. A partition gets no size and no rate: the table knows only wholes; and NVIDIA's have
+    no way to their peers. Whether links are up is never taken from the table.
     """
     whole = not device.partition_of
     read: dict[str, Any] = {"name": device.name, "pci_id": device.pci_id, "instance_type": instance_type}
@@ -116,6 +117,8 @@ def described(device: Device, *, instance_type: str = "") -> tuple[Device, tuple
         known_by = device.pci_id or device.name or "neither a PCI id nor a name"
         return device, (f"{device.device_id}: no SKU of the table ({known_by}); described by what was read",)
     added: dict[str, Any] = {"vendor": row.vendor, "sku": row.sku, "architecture": row.architecture}
+    lacks = _NOT_WITH_MIG if device.partition_of and row.vendor == "nvidia" else frozenset[DevicePath]()
+    added["paths"] = tuple(path.value for path in row.paths if path not in lacks)
     if whole:
         for field in ("memory_nbytes", "memory_nbytes_per_s", "link_nbytes_per_s"):
             added[field] = getattr(row, field)
