@@ -47,20 +47,19 @@ def main(rank: int, size: int, folder: Path, ways: list[str]) -> None:
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=WAIT_S)
     dist.init_process_group("gloo", f"file://{folder}/store", limit, world_size=size, rank=rank)
-    try:
-        for way in ways:
-            (folder / way).mkdir(exist_ok=True)
-            model, step = build(way, size)
-            before = {name: whole(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
-            step()
-            read_in_turn(model, rank, folder / way)
-            after = {name: whole(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
-            if rank == 0:
-                write_arrays(folder / way / "before", before)
-                write_arrays(folder / way / "after", after)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    for way in ways:
+        (folder / way).mkdir(exist_ok=True)
+        model, step = build(way, size)
+        before = {name: whole(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
+        step()
+        read_in_turn(model, rank, folder / way)
+        after = {name: whole(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
+        if rank == 0:
+            write_arrays(folder / way / "before", before)
+            write_arrays(folder / way / "after", after)
+    (folder / f"{rank}.done").touch()
+    wait_for([folder / f"{other}.done" for other in range(size)])
+    os._exit(0)  # gloo's threads sometimes end an interpreter that shuts down with "terminate called"
 
 
 def build(way: str, size: int) -> Any:
@@ -149,10 +148,7 @@ def read_in_turn(model: Any, rank: int, folder: Path) -> None:
                 raise AssertionError(f"{func} was called")
             return func(*args, **(kwargs or {}))
 
-    deadline = time.monotonic() + WAIT_S
-    while rank and not (folder / f"{rank - 1}.holding").exists():
-        assert time.monotonic() < deadline, f"rank {rank} waited for rank {rank - 1}"
-        time.sleep(0.01)
+    wait_for([folder / f"{rank - 1}.holding"] if rank else [])
     with NoCollectives():
         held = read_state(model)
         with contextlib.suppress(AssertionError):
@@ -163,6 +159,14 @@ def read_in_turn(model: Any, rank: int, folder: Path) -> None:
     path.with_suffix(".part").write_bytes(msgspec.msgpack.encode(held.holding))
     path.with_suffix(".placements").write_text(repr(getattr(model.up.weight, "placements", "")))
     path.with_suffix(".part").rename(path)
+
+
+def wait_for(files: Sequence[Path]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    for file in files:
+        while not file.exists():
+            assert time.monotonic() < deadline, f"waited for {file.name}"
+            time.sleep(0.01)
 
 
 def whole(tensor: Any) -> np.ndarray[Any, Any]:
