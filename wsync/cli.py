@@ -43,6 +43,27 @@ def main(argv: list[str] | None = None) -> int:
     topo.add_argument("--json", metavar="FILE", help="write it as JSON; '-': to standard output, and nothing else")
     topo.add_argument("--html", metavar="FILE", help="write a page with a picture")
 
+    plan = commands.add_parser("plan", help="how long a broadcast would take on machines that need not be there")
+    plan.add_argument("--model", required=True, help="a size (140GB), a safetensors file or index, or a folder of them")
+    plan.add_argument(
+        "--train", required=True, metavar="fsdp=S", help="number of trainer ranks that cut the model evenly"
+    )
+    plan.add_argument("--infer", required=True, metavar="tp=K,replicas=N", help="workers of a replica, and replicas")
+    plan.add_argument(
+        "--topology", type=Path, required=True, help="a file of recipes/topologies, or of `wsync topo --json`"
+    )
+    plan.add_argument(
+        "--hosts", default="", metavar="NAME=COUNT,...", help="so many hosts of a kind, not as in the file"
+    )
+    plan.add_argument(
+        "--memory", choices=("host", "device"), default="host", help="where holders keep versions (%(default)s)"
+    )
+    plan.add_argument("--forbid", default="", metavar="PATH,...", help="paths that shall not be used, such as nixl")
+    plan.add_argument("--routes", action="store_true", help="print every hop")
+    plan.add_argument(
+        "--json", metavar="FILE", help="write the forecast as JSON; '-': to standard output, and nothing else"
+    )
+
     demo = commands.add_parser("demo", help="a live broadcast on a Ray cluster of three nodes on this machine")
     from wsync.demo import add_arguments
 
@@ -59,6 +80,8 @@ def main(argv: list[str] | None = None) -> int:
             return run_verify(arguments.trainer, arguments.replica)
         if arguments.command == "topo":
             return run_topo(arguments)
+        if arguments.command == "plan":
+            return run_plan(arguments)
         from wsync.demo import main as run_demo
 
         return run_demo(arguments)
@@ -122,15 +145,65 @@ def run_topo(arguments: argparse.Namespace) -> int:
         topology = detect(arguments.host or host_id(Config()), is_offline=arguments.offline)
     if arguments.json != "-":
         print(topo_view.as_text(topology), end="")
-    for name, content in ((arguments.json, topology.dump), (arguments.html, lambda: topo_view.as_html(topology))):
-        if name == "-":
-            print(content(), end="")
-        elif name:
-            try:
-                Path(name).write_text(content(), encoding="utf-8")
-            except OSError as exc:
-                raise ConfigError(f"{name} cannot be written: {exc.strerror}") from exc
+    if arguments.json:
+        _write(arguments.json, topology.dump())
+    if arguments.html:
+        _write(arguments.html, topo_view.as_html(topology))
     return 0
+
+
+def run_plan(arguments: argparse.Namespace) -> int:
+    """Print the forecast. Raises ConfigError for files and numbers of no use, PlanError if there is no path."""
+    import msgspec
+
+    from wsync.discovery.machines import Machines
+    from wsync.engine.fabric import Limits
+    from wsync.forecast import Job, forecast, model_nbytes
+    from wsync.topology import Topology
+
+    if arguments.topology.suffix == ".toml":
+        counts = _numbers(arguments.hosts, "--hosts") if arguments.hosts else {}
+        topology = Machines.load(arguments.topology).topology(counts)
+    elif arguments.hosts:
+        raise ConfigError("--hosts needs a TOML file of machines", hint="a saved topology has the hosts that it has")
+    else:
+        topology = Topology.load(arguments.topology)
+    train = _numbers(arguments.train, "--train", "fsdp")
+    infer = _numbers(arguments.infer, "--infer", "tp", "replicas")
+    job = Job(
+        nbytes=model_nbytes(arguments.model),
+        num_ranks=train["fsdp"],
+        num_workers=infer["tp"],
+        num_replicas=infer["replicas"],
+        in_device_memory=arguments.memory == "device",
+    )
+    limits = Limits(forbidden=frozenset(name for name in arguments.forbid.split(",") if name))
+    found = forecast(topology, job, limits)
+    if arguments.json != "-":
+        print(found.as_text(has_routes=arguments.routes), end="")
+    if arguments.json:
+        _write(arguments.json, msgspec.json.format(msgspec.json.encode(found)).decode() + "\n")
+    return 0
+
+
+def _numbers(text: str, option: str, *names: str) -> dict[str, int]:
+    """`a=1,b=2`; exactly `names` if they are given. Raises ConfigError."""
+    pairs = [part.partition("=")[::2] for part in text.split(",")]
+    found = {name.strip(): int(number) for name, number in pairs if number.strip().isdigit()}
+    if len(found) < len(pairs) or (names and found.keys() != set(names)):
+        form = ",".join(f"{name}=NUMBER" for name in names or ("NAME",))
+        raise ConfigError(f"{option} {text!r} is not understood", hint=f"give it as {form}")
+    return found
+
+
+def _write(name: str, content: str) -> None:
+    if name == "-":
+        print(content, end="")
+        return
+    try:
+        Path(name).write_text(content, encoding="utf-8")
+    except OSError as exc:
+        raise ConfigError(f"{name} cannot be written: {exc.strerror}") from exc
 
 
 def _token(path: Path) -> str:

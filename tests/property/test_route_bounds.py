@@ -113,8 +113,9 @@ def test_routes_of_any_topology_prove_themselves_and_never_beat_the_bound(seed: 
     routing = route(fabric, lanes)
     check(routing, fabric, topology, lanes)
     assert routing.predicted_s >= 0.999999 * routing.bound.time_s
-    assert routing.predicted_s == max(routing.receiver_s.values())
-    assert f"bound {routing.bound.time_s:.4g} s" in routing.explain()
+    assert routing.predicted_s == max(routing.receiver_s.values(), default=0.0)
+    assert (routing.predicted_s > 0) is (routing.bound.time_s > 0)
+    assert (f"bound {routing.bound.time_s:.4g} s" in routing.explain()) is (routing.bound.time_s > 0)
 
 
 @settings(max_examples=max(20, EXAMPLES // 10), deadline=None)

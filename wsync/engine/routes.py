@@ -8,14 +8,15 @@ stripes enter it at different members, so that every NIC of the domain takes its
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from wsync.engine.fabric import Fabric
+from wsync.engine.fabric import Fabric, Hop
 from wsync.engine.route_cost import Bound, Load, bound_of, load_of, plus, times_of
 from wsync.engine.route_trees import ORIGIN, Tree, candidates, spanning_tree
 from wsync.errors import PlanError
+from wsync.paths import Medium
 
 NUM_PASSES = 2
 SAME = 1.02
@@ -65,12 +66,12 @@ class RoutedLane(msgspec.Struct, frozen=True):
 
 
 class Routing(msgspec.Struct, frozen=True):
-    """Routes of all lanes of a version, with what they promise. Times are 0 where no rate is known."""
+    """Routes of all lanes of a version, with what they promise. There are no times if a hop's rate is unknown."""
 
     lanes: tuple[RoutedLane, ...]
     chunk_nbytes: int
     predicted_s: float
-    """From the first byte until the last receiver has everything."""
+    """From the first byte until the last receiver has everything; 0 if unknown."""
     receiver_s: dict[str, float]
     bound: Bound
 
@@ -79,13 +80,25 @@ class Routing(msgspec.Struct, frozen=True):
         """Predicted time over the bound; 0 if either is unknown."""
         return self.predicted_s / self.bound.time_s if self.bound.time_s else 0.0
 
+    def promise(self) -> list[str]:
+        """Predicted time, bound and ratio in words."""
+        known = [
+            f"{name} {time_s:.4g} s"
+            for name, time_s in (("predicted", self.predicted_s), ("bound", self.bound.time_s))
+            if time_s
+        ]
+        if not self.predicted_s:
+            known.append("how long it takes is unknown: some link on the way has no known rate")
+        elif self.ratio:
+            known.append(f"ratio {self.ratio:.3f}")
+        return [", ".join(known), *([f"bound: {self.bound.formula}"] if self.bound.formula else [])]
+
     def explain(self) -> str:
         """Lanes and trees, the predicted time, the bound and their ratio, for a reader."""
         lines = [
             f"{len(self.lanes)} lanes, {sum(routed.lane.nbytes for routed in self.lanes)} bytes, "
             f"chunks of {self.chunk_nbytes} bytes",
-            f"predicted {self.predicted_s:.4g} s, bound {self.bound.time_s:.4g} s, ratio {self.ratio:.3f}",
-            f"bound: {self.bound.formula}",
+            *self.promise(),
         ]
         for routed in self.lanes:
             lane = routed.lane
@@ -125,7 +138,11 @@ def route(fabric: Fabric, lanes: Iterable[Lane], *, chunk_nbytes: int = 0) -> Ro
             total = plus(total, way.load)
     chunk = chunk_nbytes or min((_chunk_for(fabric, b, b.trees, total) for b in ways), default=MAX_CHUNK_NBYTES)
     receiver_s: dict[str, float] = {}
-    for way in ways:
+    bound = bound_of(fabric, lanes)
+    is_known = bound.time_s > 0 and all(
+        hop.resources or hop.medium is Medium.HOST for way in ways for hop in _hops(fabric, way)
+    )
+    for way in ways if is_known else ():
         for receiver, time_s in times_of(fabric, way.lanes, way.trees, total, chunk).items():
             receiver_s[receiver] = max(time_s, receiver_s.get(receiver, 0.0))
     routed = {lane.key: RoutedLane(lane, way.trees) for way in ways for lane in way.lanes}
@@ -134,8 +151,17 @@ def route(fabric: Fabric, lanes: Iterable[Lane], *, chunk_nbytes: int = 0) -> Ro
         chunk,
         max(receiver_s.values(), default=0.0),
         receiver_s,
-        bound_of(fabric, lanes),
+        bound,
     )
+
+
+def _hops(fabric: Fabric, way: _SameWay) -> Iterator[Hop]:
+    for tree in way.trees:
+        for place, receiver in enumerate(tree.receivers):
+            parent = tree.parents[place]
+            hop = fabric.hop(way.lanes[0].origin if parent == ORIGIN else tree.receivers[parent], receiver)
+            assert hop is not None
+            yield hop
 
 
 def _alike(fabric: Fabric, lanes: Sequence[Lane]) -> list[list[Lane]]:
