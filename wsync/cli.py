@@ -10,10 +10,14 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from wsync import __version__
 from wsync.config import Config
 from wsync.errors import ConfigError, WsyncError
+
+if TYPE_CHECKING:
+    from wsync.topology import Topology
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,26 +47,11 @@ def main(argv: list[str] | None = None) -> int:
     topo.add_argument("--json", metavar="FILE", help="write it as JSON; '-': to standard output, and nothing else")
     topo.add_argument("--html", metavar="FILE", help="write a page with a picture")
 
-    plan = commands.add_parser("plan", help="how long a broadcast would take on machines that need not be there")
-    plan.add_argument("--model", required=True, help="a size (140GB), a safetensors file or index, or a folder of them")
-    plan.add_argument(
-        "--train", required=True, metavar="fsdp=S", help="number of trainer ranks that cut the model evenly"
-    )
-    plan.add_argument("--infer", required=True, metavar="tp=K,replicas=N", help="workers of a replica, and replicas")
-    plan.add_argument(
-        "--topology", type=Path, required=True, help="a file of recipes/topologies, or of `wsync topo --json`"
-    )
-    plan.add_argument(
-        "--hosts", default="", metavar="NAME=COUNT,...", help="so many hosts of a kind, not as in the file"
-    )
-    plan.add_argument(
-        "--memory", choices=("host", "device"), default="host", help="where holders keep versions (%(default)s)"
-    )
-    plan.add_argument("--forbid", default="", metavar="PATH,...", help="paths that shall not be used, such as nixl")
-    plan.add_argument("--routes", action="store_true", help="print every hop")
-    plan.add_argument(
-        "--json", metavar="FILE", help="write the forecast as JSON; '-': to standard output, and nothing else"
-    )
+    for name, about in (
+        ("plan", "how long a broadcast would take on machines that need not be there"),
+        ("simulate", "the same by simulating every transfer"),
+    ):
+        _add_job(commands.add_parser(name, help=about))
 
     demo = commands.add_parser("demo", help="a live broadcast on a Ray cluster of three nodes on this machine")
     from wsync.demo import add_arguments
@@ -80,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
             return run_verify(arguments.trainer, arguments.replica)
         if arguments.command == "topo":
             return run_topo(arguments)
-        if arguments.command == "plan":
+        if arguments.command in ("plan", "simulate"):
             return run_plan(arguments)
         from wsync.demo import main as run_demo
 
@@ -152,22 +141,35 @@ def run_topo(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _add_job(parser: argparse.ArgumentParser) -> None:
+    """Options that say who has which model, who wants it, and on what."""
+    parser.add_argument(
+        "--model", required=True, help="a size (140GB), a safetensors file or index, or a folder of them"
+    )
+    parser.add_argument("--train", required=True, metavar="fsdp=S", help="trainer ranks that cut the model evenly")
+    parser.add_argument("--infer", required=True, metavar="tp=K,replicas=N", help="workers of a replica, and replicas")
+    parser.add_argument("--topology", type=Path, required=True, help="of recipes/topologies, or of `wsync topo --json`")
+    parser.add_argument(
+        "--hosts", default="", metavar="NAME=COUNT,...", help="so many hosts of a kind, whatever the file says"
+    )
+    parser.add_argument(
+        "--memory", choices=("host", "device"), default="host", help="of the holders (default: %(default)s)"
+    )
+    parser.add_argument("--forbid", default="", metavar="PATH,...", help="paths that shall not be used, such as nixl")
+    parser.add_argument("--chunk-mib", type=float, default=0.0, help="size of chunks (default: chosen for the routes)")
+    parser.add_argument("--routes", action="store_true", help="print every hop")
+    parser.add_argument("--json", metavar="FILE", help="write it as JSON; '-': to standard output, and nothing else")
+
+
 def run_plan(arguments: argparse.Namespace) -> int:
-    """Print the forecast. Raises ConfigError for files and numbers of no use, PlanError if there is no path."""
+    """Print the forecast, and what a simulation of it took. Raises ConfigError for files and numbers of no use,
+    PlanError if there is no path.
+    """
     import msgspec
 
-    from wsync.discovery.machines import Machines
     from wsync.engine.fabric import Limits
     from wsync.forecast import Job, forecast, model_nbytes
-    from wsync.topology import Topology
 
-    if arguments.topology.suffix == ".toml":
-        counts = _numbers(arguments.hosts, "--hosts") if arguments.hosts else {}
-        topology = Machines.load(arguments.topology).topology(counts)
-    elif arguments.hosts:
-        raise ConfigError("--hosts needs a TOML file of machines", hint="a saved topology has the hosts that it has")
-    else:
-        topology = Topology.load(arguments.topology)
     train = _numbers(arguments.train, "--train", "fsdp")
     infer = _numbers(arguments.infer, "--infer", "tp", "replicas")
     job = Job(
@@ -176,14 +178,27 @@ def run_plan(arguments: argparse.Namespace) -> int:
         num_workers=infer["tp"],
         num_replicas=infer["replicas"],
         in_device_memory=arguments.memory == "device",
+        chunk_nbytes=int(arguments.chunk_mib * (1 << 20)),
     )
     limits = Limits(forbidden=frozenset(name for name in arguments.forbid.split(",") if name))
-    found = forecast(topology, job, limits)
+    found = forecast(_topology(arguments), job, limits, is_simulated=arguments.command == "simulate")
     if arguments.json != "-":
         print(found.as_text(has_routes=arguments.routes), end="")
     if arguments.json:
         _write(arguments.json, msgspec.json.format(msgspec.json.encode(found)).decode() + "\n")
     return 0
+
+
+def _topology(arguments: argparse.Namespace) -> Topology:
+    from wsync.discovery.machines import Machines
+    from wsync.topology import Topology
+
+    if arguments.topology.suffix == ".toml":
+        counts = _numbers(arguments.hosts, "--hosts") if arguments.hosts else {}
+        return Machines.load(arguments.topology).topology(counts)
+    if arguments.hosts:
+        raise ConfigError("--hosts needs a TOML file of machines", hint="a saved topology has the hosts that it has")
+    return Topology.load(arguments.topology)
 
 
 def _numbers(text: str, option: str, *names: str) -> dict[str, int]:

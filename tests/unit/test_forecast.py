@@ -161,6 +161,16 @@ def test_the_command_prints_the_forecast_and_writes_it(tmp_path: Path, capsys: p
     assert json.loads(capsys.readouterr().out)["job"]["nbytes"] == 140 * 10**9
 
 
+def test_a_simulation_agrees_with_the_forecast(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["simulate", *GOOD[1:], str(FOLDER / "hgx-h100.toml"), "--hosts", "hgx-h100=5", "--chunk-mib", "256"]
+    assert main([*command, "--infer", "tp=8,replicas=4", "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["simulated"]["time_s"] == pytest.approx(found["routing"]["predicted_s"], rel=0.02)
+    assert found["simulated"]["link_nbytes"]["hgx-h100-4/rdma.in"] == 140e9
+    assert main([*GOOD, str(FOLDER / "hgx-h100.toml")]) == 0
+    assert "simulated" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [

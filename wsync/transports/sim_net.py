@@ -88,6 +88,10 @@ class Network:
     def connect(self, resources: Iterable[str], *, overhead_s: float = 0.0) -> Connection:
         return Connection(self, tuple(sorted(set(resources))), overhead_s)
 
+    def learn(self, capacity: Mapping[str, float]) -> None:
+        """Capacities of resources that have none yet."""
+        self._capacity = {**capacity, **self._capacity}
+
     def set_capacity(self, resource: str, nbytes_per_s: float) -> None:
         """From now on; 0 stops whatever uses it."""
         self._capacity[resource] = nbytes_per_s
@@ -138,8 +142,9 @@ class Network:
             connection.left = max(0.0, connection.left - connection.rate * (now - connection.since))
             connection.since = now
         for connection, rate in self._fair(group).items():
-            connection.rate = rate
-            self.schedule(connection)
+            if rate != connection.rate or connection.timer is None:
+                connection.rate = rate
+                self.schedule(connection)
 
     def _connected(self, seeds: Iterable[Connection]) -> dict[Connection, None]:
         group: dict[Connection, None] = {}
