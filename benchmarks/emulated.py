@@ -106,7 +106,6 @@ class EmulatedCluster:
     ) -> None:
         self._take_down()
 
-    # --- what is there
     def namespace(self, host: str) -> str:
         return f"{self._owner}-{self._number[host]}"
 
@@ -142,7 +141,6 @@ class EmulatedCluster:
         hosts = tuple(Host(host_id=name) for name in self.hosts)
         return Topology(hosts=hosts, nics=tuple(nics), domains=tuple(domains))
 
-    # --- processes
     def popen(self, host: str, argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start a process on the host, in a session of its own. It is ended with the cluster."""
         command = ["ip", "netns", "exec", self.namespace(host), *argv]
@@ -154,7 +152,6 @@ class EmulatedCluster:
         """What the command prints on the host. Raises RuntimeError when it fails or takes too long."""
         return _run("ip", "netns", "exec", self.namespace(host), *argv, timeout_s=timeout_s)
 
-    # --- changes
     def degrade(self, host: str, gbit_per_s: float) -> None:
         """From now on the host's link has this rate, in both directions."""
         _shape(self.namespace(host), "eth0", gbit_per_s, "change")
@@ -166,7 +163,6 @@ class EmulatedCluster:
     def reconnect(self, host: str) -> None:
         _run("ip", "-n", self.namespace(host), "link", "set", "eth0", "up")
 
-    # --- Ray
     @property
     def ray_address(self) -> str:
         return f"{self.address(next(iter(self.hosts)))}:6399"
@@ -202,13 +198,12 @@ class EmulatedCluster:
     def _wait_for_ray(self, hosts: Sequence[str]) -> None:
         deadline = time.monotonic() + RAY_S
         for host in hosts:
-            log = self.state / f"ray-{host}.log"
+            log, started = self.state / f"ray-{host}.log", self._raylets[self._number[host] - 1]
             while "Ray runtime started" not in log.read_text(errors="replace"):
-                if time.monotonic() > deadline:
+                if time.monotonic() > deadline or started.poll() is not None:
                     raise RuntimeError(f"Ray did not start on {host}: {log.read_text(errors='replace')[-400:]}")
                 time.sleep(0.1)
 
-    # --- making and removing
     def _make(self) -> None:
         in_switch = ("ip", "-n", self._switch)
         _run("ip", "netns", "add", self._switch)
@@ -251,8 +246,7 @@ class EmulatedCluster:
     def _take_down(self) -> None:
         _end_groups(self._raylets[::-1], STOP_S)  # a `ray start --block` ends its own children
         _end_groups(self._processes[::-1], STOP_S)
-        for name in [*(self.namespace(host) for host in self.hosts), self._switch]:
-            _remove(name)
+        _remove_all([*(self.namespace(host) for host in self.hosts), self._switch])
 
 
 def ray_environment() -> Mapping[str, str]:
@@ -268,8 +262,7 @@ def ray_environment() -> Mapping[str, str]:
 def clean_up() -> list[str]:
     """Remove the namespaces, and end the processes in them, of owners that are gone. Returns their names."""
     found = [name for name in _namespaces() if not _is_alive(name)]
-    for name in found:
-        _remove(name)
+    _remove_all(found)
     return found
 
 
@@ -298,7 +291,28 @@ def _namespaces() -> Iterator[str]:
             yield name
 
 
+def _remove_all(names: Sequence[str]) -> None:
+    """Remove as many as can be; then raise RuntimeError for those that could not."""
+    failed = []
+    for name in names:
+        try:
+            _remove(name)
+        except RuntimeError as exc:
+            failed.append(str(exc))
+    if failed:
+        raise RuntimeError("; ".join(failed))
+
+
 def _remove(name: str) -> None:
+    """End what runs in the namespace and remove it. One that is gone, or goes meanwhile by another run, is fine."""
+    try:
+        _end_namespace(name)
+    except RuntimeError:
+        if Path(f"/run/netns/{name}").exists():
+            raise
+
+
+def _end_namespace(name: str) -> None:
     if not Path(f"/run/netns/{name}").exists():
         return
     deadline = time.monotonic() + STOP_S
@@ -311,21 +325,26 @@ def _remove(name: str) -> None:
 
 
 def _end_groups(processes: list[subprocess.Popen[Any]], patience_s: float) -> None:
-    """TERM, then KILL for what is left of their groups."""
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGTERM)
+    """TERM, then KILL. What a process that has ended left behind is still in its namespace, and ends with that."""
+    _signal_groups(processes, signal.SIGTERM)
     deadline = time.monotonic() + patience_s
     for process in processes:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(max(0.0, deadline - time.monotonic()))
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+    _signal_groups(processes, signal.SIGKILL)
+    for process in processes:
         process.wait()
         for pipe in (process.stdin, process.stdout, process.stderr):
             if pipe is not None:
                 pipe.close()
     processes.clear()
+
+
+def _signal_groups(processes: Sequence[subprocess.Popen[Any]], number: signal.Signals) -> None:
+    for process in processes:
+        if process.poll() is None:  # the number of one that was waited for may be somebody else's by now
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
 
 
 def _shape(namespace: str, device: str, gbit_per_s: float, verb: str) -> None:
