@@ -1,7 +1,7 @@
-"""Slurm's picture of the network: `topology.conf` of the plugins tree and block, and a job's `SLURM_TOPOLOGY_ADDR`.
+"""Slurm's picture of the network: `topology.yaml`, `topology.conf` of the plugins tree and block, a job's variables.
 
-`topology.yaml` of newer Slurm is not read, for want of a YAML reader among the dependencies: there `scontrol show
-topology`, whose lines are those of `topology.conf`, says the same.
+Reading YAML takes PyYAML, which Ray brings along; without it `scontrol show topology`, whose lines are those of
+`topology.conf`, says the same.
 """
 
 from __future__ import annotations
@@ -38,19 +38,56 @@ class _Group(msgspec.Struct, frozen=True):
     switches: tuple[str, ...]
 
 
+class _Switch(msgspec.Struct):
+    switch: str
+    nodes: str = ""
+    children: str = ""
+
+
+class _Block(msgspec.Struct):
+    block: str
+    nodes: str = ""
+
+
+class _Tree(msgspec.Struct):
+    switches: list[_Switch] = []
+
+
+class _Blocks(msgspec.Struct):
+    blocks: list[_Block] = []
+
+
+class _Listed(msgspec.Struct):
+    """One topology of `topology.yaml`."""
+
+    topology: str = ""
+    cluster_default: bool = False
+    tree: _Tree = msgspec.field(default_factory=_Tree)
+    block: _Blocks = msgspec.field(default_factory=_Blocks)
+
+    def groups(self) -> Iterator[_Group]:
+        for one in self.tree.switches:
+            lists = [tuple(hostlist(text)) if text else () for text in (one.nodes, one.children)]
+            yield _Group("SwitchName", one.switch, *lists)
+        for each in self.block.blocks:
+            yield _Group("BlockName", each.block, tuple(hostlist(each.nodes)) if each.nodes else (), ())
+
+
 def probe(host_id: str) -> Topology:
-    """What `topology.conf` of this machine says of all hosts, else what this job's environment says of this one.
+    """What `topology.yaml` or `topology.conf` says of all hosts, else what this job's environment says of this one.
 
     Hosts of the file have Slurm's names of nodes; this machine is `host_id`.
     """
-    path = Path(os.environ.get("SLURM_CONF", "/etc/slurm/slurm.conf")).with_name("topology.conf")
+    folder = Path(os.environ.get("SLURM_CONF", "/etc/slurm/slurm.conf")).parent
     node = os.environ.get("SLURMD_NODENAME", "")
-    if path.exists():
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as exc:
-            raise ProbeError(f"{path} cannot be read: {exc}", hint="make it readable, or declare the topology") from exc
-        return read_topology_conf(text, host_ids={node: host_id} if node else None)
+    for name, read in (("topology.yaml", read_topology_yaml), ("topology.conf", read_topology_conf)):
+        path = folder / name
+        if path.exists():
+            try:
+                text = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as exc:
+                raise ProbeError(f"{path} cannot be read: {exc}", hint="make it readable, or declare it") from exc
+            return read(text, host_ids={node: host_id} if node else None)
     where, pattern = (os.environ.get(f"SLURM_TOPOLOGY_ADDR{end}", "") for end in ("", "_PATTERN"))
     return read_topology_addr(where, pattern, host_id=host_id) if where else Topology()
 
@@ -61,19 +98,47 @@ def read_topology_conf(text: str, *, host_ids: Mapping[str, str] | None = None) 
     In a tree the switches that have nodes are racks, those above them blocks; in the block plugin a block is a block.
     Raises ProbeError on lines that are none of these, on switches below themselves, and on lists of impossible size.
     """
-    groups = [group for line in _lines(text) for group in _group(line)]
-    above = _above(groups)
+    return _placed("topology.conf", [group for line in _lines(text) for group in _group(line)], host_ids)
+
+
+def read_topology_yaml(text: str, *, host_ids: Mapping[str, str] | None = None) -> Topology:
+    """The same of `topology.yaml`: of the topology that is the cluster's default, else of the first; others are noted.
+
+    Raises ProbeError where PyYAML is missing, too.
+    """
+    try:
+        import yaml
+    except ImportError as exc:
+        raise ProbeError(
+            "topology.yaml takes PyYAML to read", hint="install pyyaml, or give `scontrol show topology` instead"
+        ) from exc
+    try:
+        listed = msgspec.convert(yaml.safe_load(text), list[_Listed])
+    except (yaml.YAMLError, msgspec.ValidationError, RecursionError) as exc:
+        raise ProbeError(f"topology.yaml cannot be read: {exc}", hint="a list of topologies is expected") from exc
+    chosen = next((one for one in listed if one.cluster_default), listed[0] if listed else _Listed())
+    found = _placed("topology.yaml", list(chosen.groups()), host_ids)
+    others = [
+        f"topology '{one.topology}' of topology.yaml is not the default: not read"
+        for one in listed
+        if one is not chosen
+    ]
+    return msgspec.structs.replace(found, notes=(*found.notes, *others))
+
+
+def _placed(what: str, groups: Sequence[_Group], host_ids: Mapping[str, str] | None) -> Topology:
+    above = _above(groups, what)
     chains: list[tuple[str, list[Tier]]] = []
     notes: list[str] = []
     for group in groups:
         if group.switches:  # its nodes, if they are listed, are those of the switches
             continue
-        path = _path(group.name, above, notes) if group.kind == "SwitchName" else [group.name]
+        path = _path(group.name, above, notes, what) if group.kind == "SwitchName" else [group.name]
         tiers = network_tiers(path, has_rack=group.kind == "BlockName")
         chains += [((host_ids or {}).get(node, node), tiers) for node in group.nodes]
     hosts = tuple(Host(host_id=host_id) for host_id in dict.fromkeys(host_id for host_id, _ in chains))
     domains = domains_of(chains, Source.PLATFORM)
-    return built("topology.conf", hosts=hosts, domains=domains, notes=tuple(dict.fromkeys(notes)))
+    return built(what, hosts=hosts, domains=domains, notes=tuple(dict.fromkeys(notes)))
 
 
 def read_topology_addr(where: str, pattern: str, *, host_id: str) -> Topology:
@@ -142,24 +207,26 @@ def _group(line: str) -> Iterator[_Group]:
         yield _Group(first, name, lists["Nodes"], lists["Switches"])
 
 
-def _above(groups: Sequence[_Group]) -> dict[str, list[str]]:
+def _above(groups: Sequence[_Group], what: str) -> dict[str, list[str]]:
     """The switches right above each switch."""
     names = {group.name for group in groups if group.kind == "SwitchName"}
     above: dict[str, list[str]] = {}
     for group in groups:
         for below in group.switches:
             if below not in names:
-                raise ProbeError(f"switch '{group.name}' is above '{below}', which is missing", hint="give all lines")
+                raise ProbeError(
+                    f"{what}: switch '{group.name}' is above '{below}', which is missing", hint="give all of it"
+                )
             above.setdefault(below, []).append(group.name)
     return above
 
 
-def _path(switch: str, above: Mapping[str, Sequence[str]], notes: list[str]) -> list[str]:
+def _path(switch: str, above: Mapping[str, Sequence[str]], notes: list[str], what: str) -> list[str]:
     """The switch and those above it, as far as there is one way up."""
     path = [switch]
     while len(parents := above.get(path[-1], ())) == 1:
         if parents[0] in path:
-            raise ProbeError(f"switch '{switch}' of topology.conf is below itself", hint="give a tree")
+            raise ProbeError(f"switch '{switch}' of {what} is below itself", hint="give a tree")
         path.append(parents[0])
     if parents:
         notes.append(f"several switches are above '{path[-1]}': what is beyond is not read")
