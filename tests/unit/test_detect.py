@@ -24,6 +24,14 @@ echo 'nvidia-smi has failed because it could not communicate with the driver' >&
 exit 9
 """
 
+TOPO = """#!/bin/sh
+if [ "$1" = topo ]; then
+echo '	GPU0	GPU1	CPU Affinity	NUMA Affinity'
+echo 'GPU0	 X 	NV18	0-7	0'
+echo 'GPU1	NV18	 X 	0-7	0'
+fi
+"""
+
 
 @pytest.fixture
 def hgx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sysfs:
@@ -105,6 +113,61 @@ def test_a_file_of_the_platform_is_joined_in_the_ids_of_the_drivers(hgx: Sysfs) 
     link = topology.link("h/gpu0", "h/mlx5_1")
     assert link is not None
     assert link.kind == "PIX"
+
+
+def test_a_file_of_the_whole_machine_says_nothing_of_what_a_container_was_not_given(hgx: Sysfs) -> None:
+    """Four GPUs in the file; the driver shows the last two of them, which it calls 0 and 1."""
+    gpus = "".join(f'<pci busid="0000:{bus}:00.0" class="0x030200"/>' for bus in (16, 17, 18, 19))
+    nics = "".join(f'<pci busid="0000:{bus}:00.0" class="0x020700"/>' for bus in (49, 50))
+    hgx.write(
+        "var/run/nvidia-topologyd/virtualTopology.xml",
+        f"""<system version="1"><cpu numaid="0" affinity="ff" arch="x86_64" vendor="GenuineIntel">
+        <pci busid="0000:11:00.0" class="0x060400">{gpus}{nics}</pci>
+        <nic><net name="eth9" speed="10000"/></nic></cpu></system>""",
+    )
+    topology = detect("h", root=hgx.root)
+    assert [(device.device_id, device.pci) for device in topology.devices] == [
+        ("h/gpu0", "0000:18:00.0"),
+        ("h/gpu1", "0000:19:00.0"),
+    ]
+    assert [nic.name for nic in topology.nics] == ["mlx5_0", "mlx5_1", "eno1"]
+    kinds = {tuple(sorted(link.ends)): link.kind for link in topology.links}
+    assert kinds["h/gpu0", "h/mlx5_1"] == kinds["h/gpu1", "h/mlx5_1"] == "PIX"
+    assert topology.notes == (
+        "NCCL's file: no device or NIC of h is the one at 0000:16:00.0, 0000:17:00.0, 0000:50:00.0, eth9",
+    )
+
+
+def test_a_driver_that_cannot_be_asked_is_noted_and_its_tool_is_asked(
+    hgx: Sysfs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    NvmlLibrary([gpu(0)], [], {("nvmlInitWithFlags", -1): 999}).install(monkeypatch)
+    tool = hgx.write("bin/nvidia-smi", TOPO)
+    tool.chmod(0o755)
+    topology = detect("h", root=hgx.root)
+    nameless = [f"h/gpu{n}: no SKU of the table (neither a PCI id nor a name)" for n in range(2)]
+    assert [note.split(";")[0] for note in topology.notes[:2]] == nameless
+    assert topology.notes[2].startswith("nvidia: NVML cannot be started")
+    assert [device.device_id for device in topology.devices] == ["h/gpu0", "h/gpu1"]
+    link = topology.link("h/gpu0", "h/gpu1")
+    assert link is not None
+    assert link.kind == "NV18"
+
+
+def test_what_contradicts_the_rest_is_noted_and_not_believed(hgx: Sysfs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A switch may not have the name of a device."""
+    monkeypatch.setenv("SLURM_TOPOLOGY_ADDR", "s0.node7")
+    monkeypatch.setenv("SLURM_TOPOLOGY_ADDR_PATTERN", "switch.node")
+    topology = detect("rack/s0", root=hgx.root)
+    assert topology.notes == (
+        "slurm: SLURM_TOPOLOGY_ADDR contradicts itself: 'rack/s0' is a host and a domain; ids are unique",
+    )
+    monkeypatch.setenv("SLURM_TOPOLOGY_ADDR", "gpu0.node7")
+    topology = detect("rack", root=hgx.root)
+    assert [device.device_id for device in topology.devices] == ["rack/gpu0", "rack/gpu1"]
+    assert topology.notes == (
+        "slurm contradicts what is known already, and is not believed: 'rack/gpu0' is a device and a domain",
+    )
 
 
 def test_labels_of_the_node_put_its_devices_into_a_domain(hgx: Sysfs) -> None:

@@ -6,10 +6,11 @@ import json
 from html.parser import HTMLParser
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from wsync.cli import main
-from wsync.topo_view import as_html, as_text
+from wsync.topo_view import LARGEST_MATRIX, as_html, as_text, matrices
 from wsync.topology import Device, Domain, DomainKind, Host, Link, Nic, NicKind, Source, Topology
 
 
@@ -120,7 +121,44 @@ def test_the_page_has_everything_in_itself() -> None:
     assert page.tags.count("table") == 4
     for text in ("gpu0 H100-SXM5", "mlx5_0 infiniband", "cuda_ipc", "nixl", "NV18", "amd: no answer"):
         assert text in page.texts
-    assert "prefers-color-scheme" in as_html(small()) or "color-scheme:light dark" in as_html(small())
+    assert ":root{color-scheme:light dark}" in as_html(small())
+
+
+def test_the_page_draws_domains_around_their_devices() -> None:
+    rack = Domain(domain_id="rack/r1", kind=DomainKind.RACK, members=("a",))
+    page = as_html(msgspec.structs.replace(small(), domains=(*small().domains, rack)))
+    a, b = page.split('<div class="host">')[1:]
+    domain = a.split('<div class="domain" style="border-color:hsl(0 60% 50%)">')[1].split("</div>")[0]
+    assert [part.split(">")[-1] for part in domain.split("</")][:-1] == [
+        "a/nvlink0",
+        "gpu0 H100-SXM5",
+        "gpu1 H100-SXM5",
+    ]
+    assert '<i style="background:hsl(137 60% 50%)"></i>rack/r1</small>' in a
+    assert "mlx5_0 infiniband" in a
+    assert 'class="domain"' not in b
+    assert "rack/r1" not in b.split("<h2>")[0]
+
+
+def test_hosts_that_are_only_names_are_counted_and_not_drawn() -> None:
+    """As Slurm's file tells them on each host of its cluster."""
+    others = tuple(Host(host_id=f"n{number}") for number in range(2000))
+    topology = msgspec.structs.replace(small(), hosts=(*small().hosts, *others))
+    more = "2000 more hosts, of which only the name or the place is known: n0, n1, n2, n3, n4, n5, n6, n7, ..."
+    assert as_text(topology) == TEXT.replace("domain a/nvlink0", f"{more}\ndomain a/nvlink0")
+    page = _Page(as_html(topology))
+    assert more in page.texts
+    assert page.attributes.count(("class", "host")) == 2
+
+
+def test_no_table_is_larger_than_anybody_reads() -> None:
+    hosts = tuple(Host(host_id=f"n{number}", platform="aws") for number in range(LARGEST_MATRIX + 1))
+    said = "hosts: path: no table of 129, `wsync.paths.between` tells of any two"
+    assert as_text(Topology(hosts=hosts)).endswith(f"  no NIC was found\n\n{said}\n")
+    page = _Page(as_html(Topology(hosts=hosts)))
+    assert said in page.texts
+    assert "table" not in page.tags
+    assert len(matrices(Topology(hosts=hosts[1:]))[0].cells) == LARGEST_MATRIX
 
 
 def test_names_cannot_break_out_of_the_page() -> None:
