@@ -57,8 +57,9 @@ def times_of(
 ) -> dict[str, float]:
     """Receiver -> seconds until it has all of these lanes. `total` is all that moves meanwhile, these included."""
     times: dict[str, float] = {}
-    stripe_nbytes = max(1.0, max(lane.nbytes for lane in lanes) / len(trees))
-    share = min(1.0, chunk_nbytes / stripe_nbytes)
+    # All lanes from one holder to another share a connection, where their chunks come one after another.
+    nbytes = max(1.0, sum(lane.nbytes for lane in lanes) / len(trees))
+    share = min(chunk_nbytes, max(lane.nbytes for lane in lanes) / len(trees)) / nbytes
     for tree in trees:
         done: list[tuple[float, float]] = []
         for place, receiver in enumerate(tree.receivers):

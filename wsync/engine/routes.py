@@ -198,5 +198,5 @@ def _chunk_for(fabric: Fabric, way: _SameWay, trees: Sequence[Tree], total: Load
     time_s = max(times_of(fabric, way.lanes, trees, total, 0).values(), default=0.0)
     if depth < 1 or not time_s:
         return MAX_CHUNK_NBYTES
-    nbytes = max(lane.nbytes for lane in way.lanes) / len(trees) * (CHUNK_COST_S / (time_s * depth)) ** 0.5
+    nbytes = way.nbytes * (CHUNK_COST_S / (time_s * depth * len(trees))) ** 0.5
     return min(MAX_CHUNK_NBYTES, max(MIN_CHUNK_NBYTES, int(nbytes) // _GRAIN * _GRAIN))
