@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -71,7 +72,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
         """Names of the fields that somebody told, in their order; identities are not facts."""
         return [
             field.name
-            for field in msgspec.structs.fields(self)
+            for field in _fields(type(self))
             if field.name != "facts" and not field.required and getattr(self, field.name) != field.default
         ]
 
@@ -91,7 +92,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
         return msgspec.structs.replace(self, **changes, facts=facts) if changes else self
 
     def __post_init__(self) -> None:
-        strangers = set(self.facts) - {field.name for field in msgspec.structs.fields(self)}
+        strangers = set(self.facts) - {field.name for field in _fields(type(self))}
         if strangers:
             raise ConfigError(f"{self!r:.120} has a source for {sorted(strangers)}, which it does not have")
         if self.facts and (silent := [name for name in self.known_fields() if name not in self.facts]):
@@ -99,6 +100,12 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
 
 
 T = TypeVar("T", bound=Record)
+
+
+@cache
+def _fields(record: type[Record]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    # Reading a class's annotations takes far longer than all else about a record, and clusters have thousands.
+    return msgspec.structs.fields(record)
 
 
 class Host(Record, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -105,9 +106,42 @@ def test_numbers_of_hosts_may_be_replaced() -> None:
         machines.topology({"train-h100": -1})
 
 
-def test_a_last_domain_that_is_not_full_has_fewer_members() -> None:
-    topology = Machines.load(FOLDER / "gb200-nvl72.toml").topology({"gb200-nvl72": 20})
+def test_a_zone_has_the_hosts_of_its_machines_whatever_their_numbers() -> None:
+    topology = Machines.load(FOLDER / "mixed-cloud.toml").topology({"train-h100": 2, "serve-l40s": 0})
+    zones = [domain for domain in topology.domains if domain.kind is DomainKind.ZONE]
+    assert [zone.domain_id for zone in zones] == ["zone0", "zone1"]
+    assert zones[0].members == ("train-h100-0", "train-h100-1")
+    assert zones[1].members == tuple(f"serve-mi300x-{index}" for index in range(8))
+    assert {zone.uplink_nbytes_per_s for zone in zones} == {25e9}
+    assert topology.notes == ()
+
+
+def test_a_last_domain_that_is_not_full_has_fewer_members_and_a_note() -> None:
+    machines = Machines.load(FOLDER / "gb200-nvl72.toml")
+    topology = machines.topology({"gb200-nvl72": 20})
     assert [len(domain.members) for domain in topology.domains if domain.is_scale_up] == [72, 8]
+    assert topology.notes == (
+        "the last nvlink domain of gb200-nvl72 has 2 of 18 hosts",
+        "the last rack of gb200-nvl72 has 2 of 18 hosts",
+    )
+    assert machines.topology().notes == ()
+
+
+def test_what_the_file_says_has_its_source_and_the_rest_is_from_the_table() -> None:
+    topology = Machines.load(FOLDER / "tpu-v5p.toml").topology()
+    assert topology.domains[0].facts == {"members": Source.DECLARED, "nbytes_per_s": Source.TABLE}
+    facts = topology.devices[0].facts
+    assert (facts["sku"], facts["index"]) == (Source.PLATFORM, Source.PLATFORM)
+    assert {source for name, source in facts.items() if name not in ("sku", "index")} == {Source.TABLE}
+
+
+def test_hundreds_of_hosts_take_less_than_two_seconds() -> None:
+    machines = Machines.load(FOLDER / "hgx-h100.toml")
+    began = time.process_time()
+    topology = machines.topology({"hgx-h100": 512})
+    assert time.process_time() - began < 2.0
+    assert (len(topology.hosts), len(topology.devices), len(topology.nics)) == (512, 4096, 4096)
+    assert topology.devices[-1].device_id == "hgx-h100-511/gpu7"
 
 
 GOOD = """
@@ -124,6 +158,7 @@ nbytes_per_s = 1e9
 [sources]
 "machines.m" = "declared: here"
 """
+RACK = '[[levels]]\nkind = "rack"\nhosts = 2\n{}\n[sources]\n"levels.rack" = "declared: here"'
 
 
 def load(folder: Path, text: str) -> Machines:
@@ -142,14 +177,27 @@ def load(folder: Path, text: str) -> Machines:
         ('name = "m"', 'name = "m/n"', "m/n"),
         ("nbytes_per_s = 1e9", "nbytes_per_s = -1.0", "-1 bytes/s"),
         ("nbytes_per_s = 1e9", "nbytes_per_s = nan", "nan bytes/s"),
+        ("nbytes_per_s = 1e9", "nbytes_per_s = inf", "inf bytes/s"),
+        ("num_devices = 8", "num_devices = 8\nnum_numa_nodes = -3", "-3 NUMA nodes"),
         ('kind = "roce"', 'kind = "token-ring"', "token-ring"),
         ("num_devices = 8", "num_devices = 8\ncolour = 1", "colour"),
         ('"machines.m" = "declared: here"', "", "'machines.m.sku' has no source"),
         ('"declared: here"', '"somebody: here"', "somebody: here"),
         ('"declared: here"', '"declared"', "'declared'"),
         ('"declared: here"', '"declared: here"\n"machines.x" = "declared: here"', "'machines.x' has a source, but no"),
+        (
+            '"declared: here"',
+            '"declared: here"\n"machines.m.sku" = "table: here"\n"machines.m.num_devices" = "table: here"\n'
+            '"machines.m.nics" = "table: here"',
+            "'machines.m' has a source, but no value of its own",
+        ),
         ("[sources]", '[[levels]]\nkind = "nvlink"\nhosts = 2\n[sources]', "level nvlink"),
         ("[sources]", '[[levels]]\nkind = "rack"\nhosts = 0\n[sources]', "rack of 0 hosts"),
+        ("[sources]", RACK.format("machines = ['m', 'n']"), "no machine is named n"),
+        ("[sources]", RACK.format("uplink_nbytes_per_s = nan"), "an uplink of nan"),
+        ("[sources]", RACK.format("uplink_nbytes_per_s = -1.0"), "an uplink of -1"),
+        ("[sources]", RACK.format("[[levels]]\nkind = 'rack'"), "hosts of m are in 2 levels of kind rack"),
+        ("[sources]", RACK.format("").removesuffix('"levels.rack" = "declared: here"'), "'levels.rack' has no source"),
         ("title", "= title", "file.toml"),
     ],
 )
