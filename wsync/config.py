@@ -12,6 +12,7 @@ import msgspec
 from wsync.errors import ConfigError
 
 MIB = 1 << 20
+DEFAULT_CHUNK_NBYTES = 8 * MIB
 
 
 def _from_env(name: str, default: str) -> str:
@@ -30,12 +31,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Identity of this host. `auto`: the Ray node id inside Ray, else the machine's boot id and network namespace."""
     listen: str = _from_env("WSYNC_LISTEN", "127.0.0.1")
     """Address for control and data sockets; `node`: the address by which Ray knows this node (inside Ray only)."""
-    chunk_nbytes: int = 8 * MIB
-    """Unit of transfer, retry, relay and digest."""
+    chunk_nbytes: int = 0
+    """Unit of transfer, retry, relay and digest; the trainer's counts. 0: chosen for the routes, at most 8 MiB."""
     num_slots: int = 2
     """Staging slots per channel and host; each holds one version. Two keep one whole version beside the next."""
     arena: str = _from_env("WSYNC_ARENA", "memory")
     """`memory` (memfd), or a directory for file-backed slots."""
+    topology: str = _from_env("WSYNC_TOPOLOGY", "auto")
+    """What is known of this host and its network: `auto` looks, `none` does not, else a file as `wsync topo --json`
+    writes it, which may describe other hosts too.
+    """
     transports: tuple[str, ...] = ("shm", "tcp")
     """Allowed transports, best first. A pair of holders uses the first that reaches."""
     tcp_connections: int = 2
@@ -53,8 +58,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.job in ("", ".", "..") or "/" in self.job:
             raise ConfigError(f"job must be a non-empty name without '/', not {self.job!r}")
-        if self.chunk_nbytes < 4096 or self.chunk_nbytes % 4096:
-            raise ConfigError(f"chunk_nbytes must be a positive multiple of 4096, not {self.chunk_nbytes}")
+        if self.chunk_nbytes < 0 or self.chunk_nbytes % 4096:
+            raise ConfigError(f"chunk_nbytes must be 0 or a multiple of 4096, not {self.chunk_nbytes}")
         if self.num_slots < 2:
             raise ConfigError(f"num_slots must be at least 2 (one whole version and the next), not {self.num_slots}")
         if self.tcp_connections < 1:

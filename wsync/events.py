@@ -20,6 +20,20 @@ class PlanMade(msgspec.Struct, frozen=True, tag=True):
     channel: str
     version: int
     routes: tuple[str, ...]
+    predicted_s: float = 0.0
+    """0: unknown, like the bound, which no routes can beat."""
+    bound_s: float = 0.0
+
+
+class PathDegraded(msgspec.Struct, frozen=True, tag=True):
+    """A hop delivers less than half of what was expected; the routes that use it are made anew."""
+
+    channel: str
+    version: int
+    source: str
+    receiver: str
+    expected_nbytes_per_s: float
+    nbytes_per_s: float
 
 
 class Staged(msgspec.Struct, frozen=True, tag=True):
@@ -43,7 +57,7 @@ class Aborted(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Event = ViewChanged | PlanMade | Staged | Committed | Aborted
+Event = ViewChanged | PlanMade | PathDegraded | Staged | Committed | Aborted
 
 
 class EventBus:

@@ -9,7 +9,8 @@ The tail makes a slot self-describing: whoever has its descriptor knows which ve
 chunks are there and what they must hash to. So a holder that restarts can adopt slots that
 living members hand back, and a one-sided reader in another process can follow the ready bytes.
 
-A slot has one writer at a time. Ready bytes are set after the data they speak of is in place.
+A slot has one writer at a time. Ready bytes are set after the data they speak of is in place. Each version may come in
+chunks of another size: the tail has room for small ones, and reserving a slot anew would cost its page faults.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from collections.abc import Iterable
 
 from wsync.errors import ArenaError
 
-_MAGIC = b"wsyncSL2"
-_HEADER = struct.Struct("<8sQQQQQQ")  # magic, nbytes, chunk_nbytes, version, uid, is_sealed, channel's key
+_MAGIC = b"wsyncSL3"
+_HEADER = struct.Struct("<8s7Q")  # magic, nbytes, least chunk, chunk_nbytes, version, uid, is_sealed, channel's key
+_LEAST_CHUNK_NBYTES = 256 << 10
 _PAGE = mmap.PAGESIZE
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
@@ -46,25 +48,30 @@ class Slot:
         access = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
         mapping = mmap.mmap(fd, total, mmap.MAP_SHARED, access)
         self._map: mmap.mmap | None = mapping
-        magic, nbytes, chunk_nbytes, _, _, _, _ = _HEADER.unpack_from(mapping, total - _PAGE)
-        if magic != _MAGIC or not 0 < chunk_nbytes <= 1 << 40 or _total_nbytes(nbytes, chunk_nbytes) != total:
+        magic, nbytes, least, chunk_nbytes, _, _, _, _ = _HEADER.unpack_from(mapping, total - _PAGE)
+        if magic != _MAGIC or not 0 < least <= chunk_nbytes <= 1 << 40 or _total_nbytes(nbytes, least) != total:
             mapping.close()
             raise ArenaError("a descriptor that was handed over is not a wsync slot")
         self.nbytes: int = nbytes
-        self.chunk_nbytes: int = chunk_nbytes
-        self.num_chunks = -(-nbytes // chunk_nbytes)
-        view = memoryview(mapping)
-        digests_at, ready_at = _tail_offsets(nbytes, chunk_nbytes)
-        self.data = view[:nbytes]
-        self.digests = view[digests_at : digests_at + 8 * self.num_chunks].cast("Q")
-        self.ready = view[ready_at : ready_at + self.num_chunks]
+        self.least_chunk_nbytes: int = least
+        self._view = memoryview(mapping)
+        self.data = self._view[:nbytes]
         self._header_at = total - _PAGE
         self._changed = threading.Condition()
+        self._cut(chunk_nbytes)
+
+    def _cut(self, chunk_nbytes: int) -> None:
+        self.chunk_nbytes: int = chunk_nbytes
+        self.num_chunks = -(-self.nbytes // chunk_nbytes)
+        digests_at, ready_at = _tail_offsets(self.nbytes, self.least_chunk_nbytes)
+        self.digests = self._view[digests_at : digests_at + 8 * self.num_chunks].cast("Q")
+        self.ready = self._view[ready_at : ready_at + self.num_chunks]
 
     @classmethod
     def reserve(cls, nbytes: int, chunk_nbytes: int, *, arena: str = "memory") -> Slot:
         """A new zeroed slot whose pages are all there. Raises `ArenaError` naming what is lacking."""
-        total = _total_nbytes(nbytes, chunk_nbytes)
+        least = min(chunk_nbytes, _LEAST_CHUNK_NBYTES)
+        total = _total_nbytes(nbytes, least)
         if arena == "memory":
             _check_memory(total)
             fd = os.memfd_create("wsync", os.MFD_CLOEXEC)
@@ -72,7 +79,7 @@ class Slot:
             fd = _unlinked_file(arena)
         try:
             os.posix_fallocate(fd, 0, total)  # a full disk or tmpfs is an error here, never a SIGBUS later
-            os.pwrite(fd, _HEADER.pack(_MAGIC, nbytes, chunk_nbytes, 0, 0, 0, 0), total - _PAGE)
+            os.pwrite(fd, _HEADER.pack(_MAGIC, nbytes, least, chunk_nbytes, 0, 0, 0, 0), total - _PAGE)
             slot = cls(fd, is_writable=True)
             slot.prefault()
             return slot
@@ -119,33 +126,43 @@ class Slot:
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     # --- which version it holds
-    def _header(self) -> tuple[bytes, int, int, int, int, int, int]:
+    def _header(self) -> tuple[bytes, int, int, int, int, int, int, int]:
         mapping = self._map  # another thread may close the slot
-        return _HEADER.unpack_from(mapping, self._header_at) if mapping is not None else (b"", 0, 0, 0, 0, 0, 0)
+        return _HEADER.unpack_from(mapping, self._header_at) if mapping is not None else (b"", 0, 0, 0, 0, 0, 0, 0)
 
     @property
     def version(self) -> int:
         """The version that the slot holds or receives; 0 when it is free."""
-        return self._header()[3]
+        return self._header()[4]
 
     @property
     def uid(self) -> int:
         """Tells the version from another of the same number."""
-        return self._header()[4]
+        return self._header()[5]
 
     @property
     def is_sealed(self) -> bool:
         """All chunks are there and agree with the digests of their source."""
-        return bool(self._header()[5])
+        return bool(self._header()[6])
 
     @property
     def channel_key(self) -> int:
         """xxh3-64 of the channel's name and manifest, so that a slot is adopted only where it belongs."""
-        return self._header()[6]
+        return self._header()[7]
 
-    def begin(self, version: int, channel_key: int, *, uid: int = 0) -> None:
-        """Give the slot to a version: no chunk is ready any more. The caller has made sure that nobody reads it."""
+    def fits(self, nbytes: int, chunk_nbytes: int) -> bool:
+        """Whether it can hold a version of `nbytes` in chunks of that size."""
+        return self.nbytes == nbytes and self.least_chunk_nbytes <= chunk_nbytes
+
+    def begin(self, version: int, channel_key: int, *, uid: int = 0, chunk_nbytes: int = 0) -> None:
+        """Give the slot to a version: no chunk is ready any more. The caller has made sure that nobody reads it.
+
+        `chunk_nbytes` must fit; 0 leaves it as it is.
+        """
+        if chunk_nbytes and not self.fits(self.nbytes, chunk_nbytes):
+            raise ArenaError(f"a slot for chunks of {self.least_chunk_nbytes} bytes cannot have ones of {chunk_nbytes}")
         with self._changed:
+            self._cut(chunk_nbytes or self.chunk_nbytes)
             self._write_header(0, 0, is_sealed=False, channel_key=channel_key)
             self.ready[:] = bytes(self.num_chunks)
             self._write_header(version, uid, is_sealed=False, channel_key=channel_key)
@@ -158,9 +175,14 @@ class Slot:
     def _write_header(self, version: int, uid: int, *, is_sealed: bool, channel_key: int) -> None:
         if self._map is None:
             raise ArenaError("a slot that was closed cannot be written")
-        _HEADER.pack_into(
-            self._map, self._header_at, _MAGIC, self.nbytes, self.chunk_nbytes, version, uid, is_sealed, channel_key
-        )
+        sizes = self.nbytes, self.least_chunk_nbytes, self.chunk_nbytes
+        _HEADER.pack_into(self._map, self._header_at, _MAGIC, *sizes, version, uid, is_sealed, channel_key)
+
+    def refresh(self) -> None:
+        """For a reader of another process: the version that is in the slot now may have chunks of another size."""
+        chunk_nbytes = self._header()[3]
+        if self.least_chunk_nbytes <= chunk_nbytes != self.chunk_nbytes:
+            self._cut(chunk_nbytes)
 
     # --- chunks
     def chunk_range(self, chunk: int) -> tuple[int, int]:
@@ -213,20 +235,20 @@ class Slot:
         os.close(self.fd)
         self.fd = -1
         self._map = None  # not closed: that could pull the memory from under a copy
-        self.data = self.ready = memoryview(b"")
+        self.data = self.ready = self._view = memoryview(b"")
         self.digests = memoryview(b"").cast("Q")
 
 
-def _tail_offsets(nbytes: int, chunk_nbytes: int) -> tuple[int, int]:
-    num_chunks = -(-nbytes // chunk_nbytes)
+def _tail_offsets(nbytes: int, least_chunk_nbytes: int) -> tuple[int, int]:
+    num_chunks = -(-nbytes // least_chunk_nbytes)
     digests_at = -(-nbytes // _PAGE) * _PAGE
     return digests_at, digests_at + 8 * num_chunks
 
 
-def _total_nbytes(nbytes: int, chunk_nbytes: int) -> int:
+def _total_nbytes(nbytes: int, least_chunk_nbytes: int) -> int:
     """Data and tail, each from a page boundary; the header has the last page."""
-    num_chunks = -(-nbytes // chunk_nbytes)
-    _, ready_at = _tail_offsets(nbytes, chunk_nbytes)
+    num_chunks = -(-nbytes // least_chunk_nbytes)
+    _, ready_at = _tail_offsets(nbytes, least_chunk_nbytes)
     return -(-(ready_at + num_chunks) // _PAGE) * _PAGE + _PAGE
 
 
@@ -244,7 +266,7 @@ def _unlinked_file(directory: str) -> int:
 
 def check_room(nbytes: int, chunk_nbytes: int, *, num_slots: int, arena: str = "memory") -> None:
     """Raise `ArenaError` naming the limit that `num_slots` more slots would break; nothing is reserved."""
-    total = num_slots * _total_nbytes(nbytes, chunk_nbytes)
+    total = num_slots * _total_nbytes(nbytes, min(chunk_nbytes, _LEAST_CHUNK_NBYTES))
     if arena == "memory":
         _check_memory(total)
         return

@@ -70,27 +70,20 @@ async def _broadcast(fabric: Fabric, routing: Routing) -> Simulated:
 
     tasks = []
     for routed in routing.lanes:
-        for stripe, tree in enumerate(routed.trees):
-            key = f"{routed.lane.key}/{stripe}"
-            nbytes = _share(routed.lane.nbytes, stripe, len(routed.trees))
-            whole = SimSlot(nbytes, routing.chunk_nbytes, is_whole=True)
-            holders.transports[routed.lane.origin].offer(key, whole, 1)
-            for place, receiver in enumerate(tree.receivers):
-                slot = SimSlot(nbytes, routing.chunk_nbytes)
-                holders.transports[receiver].offer(key, slot, 1)
-                lane = LanePull(
-                    cast(Slot, slot),
-                    key,
-                    peers=holders.peers[receiver],
-                    on_hop_failed=lambda source, reason: failed.append(f"{source}: {reason}"),
-                )
-                parent = routed.parent(stripe, place)
-                lane.set_sources((Source(parent, parent, {"sim": parent.encode()}),), 3600.0)
-                lane.set_digests(whole.digests)
-                tasks.append(asyncio.create_task(pull(receiver, lane)))
+        key, nbytes = routed.lane.key, routed.lane.nbytes
+        whole = SimSlot(nbytes, routing.chunk_nbytes, is_whole=True)
+        holders.transports[routed.lane.origin].offer(key, whole, 1)
+        for receiver, stripes in routed.sources(0).items():
+            slot = SimSlot(nbytes, routing.chunk_nbytes)
+            holders.transports[receiver].offer(key, slot, 1)
+            lane = LanePull(
+                cast(Slot, slot),
+                key,
+                peers=holders.peers[receiver],
+                on_hop_failed=lambda source, reason: failed.append(f"{source}: {reason}"),
+            )
+            lane.set_sources([(Source(parent, parent, {"sim": parent.encode()}),) for (parent,) in stripes], 3600.0)
+            lane.set_digests(whole.digests)
+            tasks.append(asyncio.create_task(pull(receiver, lane)))
     await asyncio.gather(*tasks)
     return Simulated(0.0, done, holders.network.nbytes, len(failed))
-
-
-def _share(nbytes: int, stripe: int, num_stripes: int) -> int:
-    return nbytes * (stripe + 1) // num_stripes - nbytes * stripe // num_stripes

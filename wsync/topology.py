@@ -280,15 +280,44 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     def link(self, a: str, b: str) -> Link | None:
         return next((link for link in self.links if link.ends == {a, b}), None)
 
-    def joined(self, other: Topology) -> Topology:
-        """What both know. Records of one id become one; a domain's members are those of the best source, or sources."""
+    def joined(self, *others: Topology) -> Topology:
+        """What all know. Records of one id become one; a domain's members are those of the best source, or sources."""
+        every = (self, *others)
         return Topology(
-            hosts=_joined(self.hosts, other.hosts, lambda host: host.host_id),
-            devices=_joined(self.devices, other.devices, lambda device: device.device_id),
-            nics=_joined(self.nics, other.nics, lambda nic: nic.nic_id),
-            domains=_joined(self.domains, other.domains, lambda domain: domain.domain_id),
-            links=_joined(self.links, other.links, lambda link: (link.ends, link.kind)),
-            notes=tuple(dict.fromkeys((*self.notes, *other.notes))),
+            hosts=_joined((host for part in every for host in part.hosts), lambda host: host.host_id),
+            devices=_joined((device for part in every for device in part.devices), lambda device: device.device_id),
+            nics=_joined((nic for part in every for nic in part.nics), lambda nic: nic.nic_id),
+            domains=_joined((domain for part in every for domain in part.domains), lambda domain: domain.domain_id),
+            links=_joined((link for part in every for link in part.links), lambda link: (link.ends, link.kind)),
+            notes=tuple(dict.fromkeys(note for part in every for note in part.notes)),
+        )
+
+    def around(self, host_id: str) -> Topology:
+        """The host with its devices and NICs, and the domains that it is in, without their other members.
+
+        Raises ConfigError for a host that is not here.
+        """
+        host = next((host for host in self.hosts if host.host_id == host_id), None)
+        if host is None:
+            raise ConfigError(
+                f"host '{host_id}' is not in the topology",
+                hint=f"WSYNC_HOST names one of {', '.join(sorted(h.host_id for h in self.hosts)[:8]) or 'no hosts'}",
+            )
+        devices, nics = self.host_devices(host_id), self.host_nics(host_id)
+        here = {host_id, *(device.device_id for device in devices)}
+        while found := {d.domain_id for d in self.domains if here & set(d.members)} - here:
+            here |= found
+        ends = here | {nic.nic_id for nic in nics}
+        return Topology(
+            hosts=(host,),
+            devices=devices,
+            nics=nics,
+            domains=tuple(
+                msgspec.structs.replace(domain, members=tuple(member for member in domain.members if member in here))
+                for domain in self.domains
+                if domain.domain_id in here
+            ),
+            links=tuple(link for link in self.links if link.ends <= ends),
         )
 
 
@@ -297,9 +326,9 @@ def _check(known: Mapping[str, str], who: str, name: str, *kinds: str) -> None:
         raise ConfigError(f"'{who}' names '{name}', which is no {' or '.join(kinds)} here")
 
 
-def _joined(ours: Iterable[T], theirs: Iterable[T], key: Callable[[T], object]) -> tuple[T, ...]:
-    found: dict[object, T] = {key(record): record for record in ours}
-    for record in theirs:
+def _joined(records: Iterable[T], key: Callable[[T], object]) -> tuple[T, ...]:
+    found: dict[object, T] = {}
+    for record in records:
         mine = found.get(key(record))
         found[key(record)] = record if mine is None else mine.joined(record)
     return tuple(found.values())

@@ -77,7 +77,7 @@ def test_foreign_and_unknown_errors_are_still_named() -> None:
         ({"job": ""}, "job must be"),
         ({"job": "a/b"}, "job must be"),
         ({"job": ".."}, "job must be"),
-        ({"chunk_nbytes": 0}, "chunk_nbytes"),
+        ({"chunk_nbytes": 100}, "multiple of 4096"),
         ({"chunk_nbytes": 4097}, "multiple of 4096"),
         ({"chunk_nbytes": -4096}, "chunk_nbytes"),
         ({"num_slots": 1}, "at least 2"),
@@ -161,7 +161,7 @@ def test_a_coordinator_that_is_not_there_is_told_once() -> None:
         def hello() -> HolderHello:
             raise AssertionError("nobody is there to greet")
 
-        upstream = Upstream(Config(), "secret", resolve, hello, handle)
+        upstream = Upstream(Config(), "secret", resolve, hello, tuple, handle)
         running = asyncio.create_task(upstream.run())
         try:
             await upstream.call(Done(), timeout_s=0.5)

@@ -82,13 +82,19 @@ def slot() -> Iterator[Slot]:
     slot.close()
 
 
-def pull(slot: Slot, transport: FakeTransport, sources: str, *, digests: list[int] | None = None) -> LanePull:
-    """Run one transfer to its end."""
+def source(name: str) -> Source:
+    return Source(name, name, {"fake": name.encode()})
+
+
+def pull(
+    slot: Slot, transport: FakeTransport, sources: str, *, digests: list[int] | None = None, patience_s: float = 1.0
+) -> LanePull:
+    """Run one transfer to its end. Sources of stripes are separated by bars."""
 
     async def run() -> LanePull:
         peers = PeerTable({"fake": transport}, "here")  # type: ignore[dict-item]
         lane_pull = LanePull(slot, "c@5", peers=peers, on_hop_failed=lambda *_: None)
-        lane_pull.set_sources(tuple(Source(name, name, {"fake": name.encode()}) for name in sources), 1.0)
+        lane_pull.set_sources([tuple(map(source, names)) for names in sources.split("|")], patience_s)
         lane_pull.set_digests(DIGESTS if digests is None else digests)
         async with asyncio.timeout(60.0):
             await lane_pull.run()
@@ -103,6 +109,112 @@ def test_every_chunk_once_from_the_first_source(slot: Slot) -> None:
     assert bytes(slot.data) == RIGHT
     assert sorted(transport.reads) == [("a", chunk) for chunk in range(NUM_CHUNKS)]
     assert slot.missing() == []
+
+
+def test_each_stripe_comes_from_its_own_source(slot: Slot) -> None:
+    transport = FakeTransport(right)
+    lane_pull = pull(slot, transport, "ac|b|ca")
+    assert bytes(slot.data) == RIGHT
+    assert sorted(transport.reads) == sorted((("a", "b", "c")[chunk % 3], chunk) for chunk in range(NUM_CHUNKS))
+    assert lane_pull.nbytes_from == {"a": 3 * CHUNK, "b": 2 * CHUNK, "c": 2 * CHUNK}
+
+
+class Slow(FakeTransport):
+    """Reads from those in `held` do not end until they are cancelled or let go."""
+
+    def __init__(self, held: str) -> None:
+        super().__init__(right)
+        self.held = set(held)
+        self.waiting: list[Op] = []
+        self.cancelled: list[str] = []
+
+    def post_read(self, peer: FakePeer, reads: list[Read], *, timeout_s: float) -> Op:
+        if peer.name not in self.held:
+            return super().post_read(peer, reads, timeout_s=timeout_s)
+        op = Op(peer.name)
+        self.reads.append((peer.name, reads[0].offset // CHUNK))
+        self.waiting.append(op)
+        return op
+
+    def cancel(self, op: Op) -> None:
+        self.cancelled.append(op.peer)
+        super().cancel(op)
+
+    def forget(self, peer: FakePeer) -> None:
+        for op in self.waiting:
+            if op.peer == peer.name:
+                op.finish(ConnectError("forgotten"))
+
+
+def pull_anew(slot: Slot, transport: Slow, before: str, after: str) -> list[str]:
+    """Sources are changed while all reads wait. Returns the sources that were blamed."""
+    blamed: list[str] = []
+
+    async def run() -> None:
+        peers = PeerTable({"fake": transport}, "here")  # type: ignore[dict-item]
+        lane_pull = LanePull(slot, "c@5", peers=peers, on_hop_failed=lambda name, _: blamed.append(name))
+        lane_pull.set_sources([tuple(map(source, names)) for names in before.split("|")], 30.0)
+        lane_pull.set_digests(DIGESTS)
+        running = asyncio.create_task(lane_pull.run())
+        async with asyncio.timeout(20.0):
+            while len(transport.waiting) < NUM_CHUNKS:
+                await asyncio.sleep(0.01)
+            lane_pull.set_sources([tuple(map(source, names)) for names in after.split("|")], 30.0)
+            await running
+
+    asyncio.run(run())
+    return blamed
+
+
+def test_reads_at_a_source_that_is_not_the_first_any_more_are_taken_back(slot: Slot) -> None:
+    transport = Slow("a")
+    assert pull_anew(slot, transport, "ab", "ba") == [], "it is not to blame, others may read from it on"
+    assert bytes(slot.data) == RIGHT
+    assert transport.cancelled == ["a"] * NUM_CHUNKS
+    assert sorted(transport.reads) == sorted((name, chunk) for chunk in range(NUM_CHUNKS) for name in "ab")
+
+
+def test_reads_at_a_source_that_is_gone_end_and_stripes_may_change(slot: Slot) -> None:
+    transport = Slow("a")
+    assert pull_anew(slot, transport, "a", "b|c") == []
+    assert bytes(slot.data) == RIGHT
+    later = transport.reads[NUM_CHUNKS:]
+    assert sorted(later) == sorted((("b", "c")[chunk % 2], chunk) for chunk in range(NUM_CHUNKS))
+
+
+def test_reads_at_a_source_that_stays_the_first_go_on(slot: Slot) -> None:
+    transport = Slow("a")
+
+    async def run() -> None:
+        peers = PeerTable({"fake": transport}, "here")  # type: ignore[dict-item]
+        lane_pull = LanePull(slot, "c@5", peers=peers, on_hop_failed=lambda *_: None)
+        lane_pull.set_sources([(source("a"), source("b"))], 30.0)
+        lane_pull.set_digests(DIGESTS)
+        running = asyncio.create_task(lane_pull.run())
+        async with asyncio.timeout(20.0):
+            while len(transport.waiting) < NUM_CHUNKS:
+                await asyncio.sleep(0.01)
+            lane_pull.set_sources([(source("a"), source("c"))], 30.0)
+            await asyncio.sleep(0.1)
+            for op, (_, chunk) in zip(transport.waiting, transport.reads, strict=True):
+                slot.chunk_data(chunk)[:] = RIGHT[chunk * CHUNK : (chunk + 1) * CHUNK]
+                op.finish(None)
+            await running
+
+    asyncio.run(run())
+    assert len(transport.reads) == NUM_CHUNKS
+    assert transport.cancelled == []
+
+
+def test_a_silent_source_is_left_while_there_are_others(slot: Slot, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "IMPATIENCE_S", 0.2)
+    monkeypatch.setattr(executor, "LOOK_S", 0.05)
+    transport = Slow("a")
+    started = time.monotonic()
+    pull(slot, transport, "ab", patience_s=30.0)
+    assert bytes(slot.data) == RIGHT
+    assert 0.2 < time.monotonic() - started < 10.0
+    assert [name for name, _ in transport.reads].count("b") == NUM_CHUNKS
 
 
 @pytest.mark.parametrize("sources", ["a", "ab", "abcdef"])

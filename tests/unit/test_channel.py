@@ -9,6 +9,7 @@ import pytest
 
 from wsync.engine.channel import Channel
 from wsync.engine.membership import HolderRecord, View
+from wsync.engine.planner import Planner
 from wsync.engine.protocol import (
     Abort,
     Announce,
@@ -17,6 +18,8 @@ from wsync.engine.protocol import (
     Committed,
     Flight,
     Known,
+    Prepare,
+    Progress,
     Pull,
     ReplicaReport,
     Seal,
@@ -24,9 +27,12 @@ from wsync.engine.protocol import (
     TrainerReport,
 )
 from wsync.errors import ChannelError, StaleView
+from wsync.events import PathDegraded
 from wsync.manifest import Manifest, TensorSpec
 from wsync.status import HolderPhase, ReplicaPhase, VersionPhase
+from wsync.topology import Host, Nic, NicKind, Topology
 
+LARGE = Manifest((TensorSpec("w", "uint8", (256 << 20,)),))
 MANIFEST = Manifest((TensorSpec("w", "uint8", (3 * 4096,)),))
 DIGEST = MANIFEST.digest()
 DIGESTS = (11, 22, 33)
@@ -38,7 +44,8 @@ class Scene:
     """A channel with a trainer on holder T and replicas on other holders; `orders` are those of the last step."""
 
     def __init__(self, *hosts: str) -> None:
-        self.channel = Channel("policy")
+        self.planner = Planner()
+        self.channel = Channel("policy", self.planner)
         self.view = View()
         self.now = 0.0
         self.join("T")
@@ -159,7 +166,111 @@ def test_late_joiners_get_what_is_on_its_way_or_the_newest_staged_one() -> None:
     scene.reconcile()
     scene.replica("C")
     scene.reconcile()
-    assert scene.pulls() == {"C": ["B", "T", "A"]}
+    assert scene.pulls() == {"C": ["B", "A", "T"]}, "and nobody else gets another source"
+
+
+def test_whoever_comes_late_is_routed_beside_the_others_until_they_are_routed_anew() -> None:
+    scene = Scene("A", "B")
+    scene.publish(1)
+    scene.reconcile()
+    for late in "CD":
+        scene.replica(late)
+        scene.reconcile()
+        assert list(scene.pulls()) == [late]
+    scene.lose("A")
+    scene.reconcile()
+    assert {to: names[0] for to, names in scene.pulls().items()} == {"B": "T", "C": "B", "D": "C"}
+    scene.staged(1, "B", "C", "D")
+    scene.reconcile()
+    scene.publish(2)
+    scene.reconcile()
+    assert scene.pulls() == {"B": ["T"], "C": ["B", "T"], "D": ["C", "T", "B"]}, "the next version finds all there"
+
+
+def ethernet(holder: str, nbytes_per_s: float) -> Topology:
+    nic = Nic(nic_id=f"host-{holder}/nic", host_id=f"host-{holder}", kind=NicKind.ETHERNET, nbytes_per_s=nbytes_per_s)
+    return Topology(hosts=(Host(host_id=f"host-{holder}"),), nics=(nic,))
+
+
+def described(*hosts: str, nbytes_per_s: float = 125e6) -> Scene:
+    """All holders have NICs of that rate."""
+    scene = Scene(*hosts)
+    for holder in ("T", *hosts):
+        scene.view = scene.view.described(holder, ethernet(holder, nbytes_per_s))
+    return scene
+
+
+def test_between_versions_the_next_ones_routes_are_made_and_its_chunks_chosen() -> None:
+    scene = described("A", "B", "C")
+    scene.channel.register_trainer("T", TrainerReport("trainer", "i1"), LARGE, 0, scene.view)
+    scene.reconcile()
+    assert scene.channel.look_ahead(scene.view, 0.0) == [], "somebody may still be coming"
+    ((holder, order),) = scene.channel.look_ahead(scene.view, 0.1)
+    assert (holder, type(order), order.nbytes) == ("T", Prepare, 256 << 20)
+    assert 1 << 20 <= order.chunk_nbytes < 8 << 20, "small enough for a chain of three"
+    assert scene.channel.look_ahead(scene.view, 0.2) == [], "told once"
+    scene.replica("D")
+    scene.reconcile()
+    assert scene.channel.look_ahead(scene.view, 0.3) == []
+    assert scene.channel.look_ahead(scene.view, 0.4), "D's rate is unknown: the chunks are others"
+
+
+class Flow(Scene):
+    """A version of many chunks, moved by hand; every holder reports once per step of 0.25 s."""
+
+    def __init__(self, *hosts: str, nbytes_per_s: float = 125e6) -> None:
+        super().__init__(*hosts)
+        for holder in ("T", *hosts):
+            self.view = self.view.described(holder, ethernet(holder, nbytes_per_s))
+        self.channel.register_trainer("T", TrainerReport("trainer", "i1"), LARGE, 0, self.view)
+        message = Announce("policy", "i1", 1, UID, 10, 256 << 20, 1 << 20, LARGE.digest(), 0, ())
+        self.channel.announce("T", message)
+        self.channel.sealed("T", 1, UID, tuple(range(256)))
+        self.reconcile()
+        self.parents = {to: names[0] for to, names in self.pulls().items()}
+        self.chunks = dict.fromkeys(hosts, 0.0)
+        self.came: dict[str, dict[str, int]] = {host: {} for host in hosts}
+
+    def step(self, slow: dict[str, float]) -> list[PathDegraded]:
+        """`slow` maps receivers to what they get; all others get as much as their parent has, at most 30 chunks."""
+        self.now += 0.25
+        found: list[PathDegraded] = []
+        for host, parent in self.parents.items():
+            there = 256.0 if parent == "T" else self.chunks[parent]
+            num = max(0.0, min(slow.get(host, 30.0), there - self.chunks[host]))
+            self.chunks[host] += num
+            came = self.came[host]
+            came[parent] = came.get(parent, 0) + int(num * (1 << 20))
+            report = Progress("policy", 1, UID, int(self.chunks[host]), dict(came))
+            found += self.channel.progress(host, report, self.now)
+        return found
+
+
+def test_a_hop_far_below_its_prediction_is_named_and_nobody_behind_it() -> None:
+    flow = Flow("A", "B", "C", "D")
+    assert flow.parents == {"A": "T", "B": "A", "C": "B", "D": "C"}
+    for _ in range(3):
+        assert flow.step({}) == []
+    found = [hop for _ in range(5) for hop in flow.step({"B": 3.0})]
+    assert {(hop.source, hop.receiver) for hop in found} == {("A", "B")}, "C and D only wait for B"
+    assert found[0].nbytes_per_s == pytest.approx(4 * 3 * (1 << 20))
+    assert found[0].expected_nbytes_per_s == pytest.approx(125e6, rel=0.01)
+
+
+def test_routes_avoid_a_slow_hop_and_the_others_go_on_without_it() -> None:
+    flow = Flow("A", "B", "C", "D")
+    for _ in range(3):
+        flow.step({})
+    found = [hop for _ in range(5) for hop in flow.step({"B": 3.0})]
+    flow.planner.slow(found[0].source, found[0].receiver, found[0].nbytes_per_s)
+    flow.reconcile()
+    first = {to: names[0] for to, names in flow.pulls().items()}
+    assert first == {"C": "A", "D": "C", "B": "D"}, "B comes last, A goes on as it did"
+
+
+def test_a_hop_without_a_known_rate_is_never_called_slow() -> None:
+    flow = Flow("A", "B", nbytes_per_s=0.0)
+    assert [hop for _ in range(9) for hop in flow.step({"B": 1.0})] == []
 
 
 def test_the_last_replica_of_a_host_leaves_mid_transfer() -> None:
@@ -219,10 +330,10 @@ def test_origin_lost_but_one_receiver_is_whole() -> None:
     scene = Scene("A", "B")
     scene.publish(1)
     scene.reconcile()
+    assert scene.pulls()["B"] == ["A", "T"]
     scene.staged(1, "A")
     scene.lose("T")
-    scene.reconcile()
-    assert scene.pulls() == {"B": ["A"]}
+    assert scene.reconcile() == [], "B has a source that lives"
     scene.staged(1, "B")
     scene.reconcile()
     assert scene.phase(1) is VersionPhase.STAGED

@@ -25,7 +25,6 @@ RECORDS = {
     "events",
     "manifest",
     "memory",
-    "plan",
     "status",
     "holding",
     "sharding",
@@ -38,6 +37,7 @@ PURE = {
     f"engine.{name}"
     for name in (
         "planner",
+        "progress",
         "fabric",
         "routes",
         "route_cost",

@@ -7,6 +7,8 @@ missing, so there is no second recovery path.
 Rules:
 - one version at a time is on its way; the newest that waits comes next, older ones that wait are superseded;
 - every holder with a replica of the channel gets the version that is on its way, or else the newest staged one;
+- routes are made once for a version; whoever comes later is routed beside them, and they are made anew when a holder
+  that others pull from is lost, or a hop turns out slow;
 - a version that the present trainer neither gave nor counted on from is of a former run of the job, which has lived on
   where nobody could reach it: it is dropped wherever it is. Versions of one number are told apart by their uids;
 - a version whose origin is lost goes on if the living holders have every chunk of it and its digests, and is
@@ -16,11 +18,11 @@ Rules:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from wsync.engine.membership import View
-from wsync.engine.planner import make_plan, recovery_order
+from wsync.engine.planner import Planner, recovery_order
+from wsync.engine.progress import Progress
 from wsync.engine.protocol import (
     Abort,
     Announce,
@@ -37,18 +39,25 @@ from wsync.engine.protocol import (
     SlotReport,
     TrainerReport,
 )
+from wsync.engine.protocol import Progress as ProgressReport
+from wsync.engine.routes import Routing
 from wsync.errors import ChannelError, ErrorContext, StaleView
+from wsync.events import PathDegraded
 from wsync.manifest import Manifest, lane_of
-from wsync.plan import Plan
 from wsync.status import HolderPhase, HolderStatus, ReplicaPhase, ReplicaStatus, VersionPhase, VersionStatus
 
 Order = tuple[str, Message]
 """A message to a holder, by its id."""
 
+Stripes = tuple[tuple[str, ...], ...]
+"""Of each stripe of chunks: the holders to pull from, best first."""
+
 PATIENCE_S = 30.0
 RECOVERY_PATIENCE_S = 0.5
 RETRY_S = 2.0
 NUM_REMEMBERED = 16
+MAX_SOURCES = 8
+"""A receiver is told of one source and so many alternates, counted together."""
 FORMER_RUN = "it is of a former run of the job"
 
 
@@ -78,7 +87,9 @@ class _Receiver:
     nbytes_received: int = 0
     transfer_s: float = 0.0
     error: str = ""
-    sources: tuple[str, ...] = ()  # as ordered last
+    stripes: Stripes = ()  # as ordered last
+    is_late: bool = False  # it came when the others were on their way
+    is_asked: bool = False
     ready: bytes | None = None  # its answer while the origin is lost
     retry_at: float | None = None  # after a failure: when it is asked again, if this is still the newest version
 
@@ -98,6 +109,8 @@ class _Version:
     digests: tuple[int, ...] = ()
     error: str = ""
     deadline: float = 0.0
+    epoch: int | None = None  # the planner's when it was routed
+    progress: Progress = field(default_factory=Progress)
     holders: dict[str, _Receiver] = field(default_factory=dict)
 
     @property
@@ -112,16 +125,19 @@ class _Version:
 class Channel:
     """State of one channel at the coordinator. Methods that change it return nothing; then call `reconcile`."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, planner: Planner | None = None) -> None:
         self.name = name
+        self._planner = planner or Planner()
         self.highest = 0
         self.manifests: dict[str, Manifest] = {}
         self.manifest_digest = ""
         self.trainer: _Trainer | None = None
         self.replicas: dict[str, _Replica] = {}
         self.versions: dict[int, _Version] = {}
-        self.plans: list[tuple[int, Plan]] = []
+        self.plans: list[tuple[int, Routing]] = []
         self._orders: list[Order] = []
+        self._ahead: object = None
+        self._is_planned_ahead = False
 
     # --- members
     def register_trainer(
@@ -255,6 +271,34 @@ class Channel:
             receiver = version.holders[holder_id]
             receiver.phase, receiver.error = HolderPhase.FAILED, error
 
+    def progress(self, holder_id: str, report: ProgressReport, now: float) -> list[PathDegraded]:
+        """How far a holder is. Returns the hops by which it gets far less than expected."""
+        version = self._find(report.version, report.uid)
+        receiver = version.holders.get(holder_id) if version is not None else None
+        if version is None or receiver is None:
+            return []
+        if receiver.phase is not HolderPhase.PULLING or holder_id == version.origin:
+            version.progress.num_ready[holder_id] = report.num_ready
+            return []
+        expected = {s: self._planner.expected(self.name, s, holder_id) for s in _parents(receiver)}
+        ahead = {source: self._num_ready(version, source) for source in expected}
+        chunk_s = max((version.chunk_nbytes / rate for rate in expected.values() if rate), default=0.0)
+        rates = version.progress.report(holder_id, report.num_ready, report.nbytes_from, ahead, now, chunk_s=chunk_s)
+        for rate in rates:
+            self._planner.seen(rate.source, holder_id, rate.nbytes_per_s)
+        return [
+            PathDegraded(self.name, report.version, r.source, holder_id, expected[r.source], r.nbytes_per_s)
+            for r in rates
+            if version.progress.is_slow(holder_id, r, expected[r.source])
+        ]
+
+    @staticmethod
+    def _num_ready(version: _Version, holder_id: str) -> int:
+        holder = version.holders.get(holder_id)
+        if holder is not None and holder.phase is HolderPhase.WHOLE:
+            return version.num_chunks
+        return version.progress.num_ready.get(holder_id, 0)
+
     def have(self, holder_id: str, number: int, uid: int, ready: bytes) -> None:
         version = self._find(number, uid)
         if version is not None and holder_id in version.holders:
@@ -303,7 +347,7 @@ class Channel:
         if report.digests and not version.is_sealed:
             version.is_sealed, version.digests = True, report.digests
         receiver = version.holders.setdefault(holder_id, _Receiver())
-        receiver.sources = ()
+        receiver.stripes = ()
         receiver.phase = HolderPhase.WHOLE if report.is_whole else HolderPhase.PULLING
         if report.is_whole and version.phase is VersionPhase.PENDING:
             version.phase = VersionPhase.STAGED
@@ -338,6 +382,7 @@ class Channel:
     # --- what should be
     def reconcile(self, view: View, now: float, transfer_timeout_s: float) -> list[Order]:
         """Orders that bring the holders to where they should be. Calling it again without an event orders nothing."""
+        self._planner.see(view, now)
         while True:
             self._start_next(now, transfer_timeout_s)
             number = self._on_its_way() or self.newest_staged(view)
@@ -380,10 +425,10 @@ class Channel:
             elif receiver.retry_at is None:
                 receiver.retry_at = now + RETRY_S
             elif now >= receiver.retry_at and version.phase is VersionPhase.STAGED:
-                receiver.phase, receiver.sources, receiver.retry_at = HolderPhase.PULLING, (), None
+                receiver.phase, receiver.stripes, receiver.retry_at = HolderPhase.PULLING, (), None
 
     def _feed(self, number: int, view: View) -> None:
-        """Order a `Pull` for every holder that needs the version and whose sources are new."""
+        """Order a `Pull` for every holder that needs the version and has no source, or gets another one."""
         version = self.versions[number]
         wanting = {replica.holder_id for replica in self.replicas.values()}
         for holder in view.holders:
@@ -399,18 +444,70 @@ class Channel:
         living = {h: r for h, r in version.holders.items() if view.holder(h)}
         pulling = [h for h, r in living.items() if r.phase is HolderPhase.PULLING and h != version.origin]
         if not pulling:
+            self._planner.landed(self.name)
             return
-        whole = [h for h, r in living.items() if r.phase is HolderPhase.WHOLE]
-        if version.origin in living and living[version.origin].phase is not HolderPhase.LOST:
-            root = version.origin
-        elif whole:
-            root = whole[0]
+        usable = {h for h, r in living.items() if r.phase in (HolderPhase.PULLING, HolderPhase.WHOLE)}
+        whole = [h for h in usable if version.holders[h].phase is HolderPhase.WHOLE and h != version.origin]
+        roots = sorted(whole) + [version.origin] * (version.origin in usable)
+        if roots:
+            self._route(number, view, pulling, usable, roots)
         else:
             self._recover(number, view, pulling)
-            return
-        others = [h for h in whole if h != root]
-        plan = make_plan(version.nbytes, origin=root, receivers=[*others, *pulling])
-        self._order_pulls(number, plan, view, pulling, PATIENCE_S)
+
+    def _route(self, number: int, view: View, pulling: list[str], usable: set[str], roots: list[str]) -> None:
+        """Routes for those who have none, or for all where one that was routed has lost its source."""
+        version = self.versions[number]
+        routed = [h for h in pulling if version.holders[h].stripes]
+        lost = [h for h in routed if not usable.issuperset(names[0] for names in version.holders[h].stripes)]
+        new = [h for h in pulling if h not in routed]
+        is_first = version.epoch is None
+        if is_first or lost or version.epoch != self._planner.epoch:
+            main = [h for h in pulling if is_first or not version.holders[h].is_late]
+            new = [h for h in pulling if h not in main]
+            if main:
+                self._send_along(number, view, main, roots, is_beside=False)
+            version.epoch = self._planner.epoch
+        if new:
+            for h in new:
+                version.holders[h].is_late = True
+            ahead = [h for h in pulling if h not in new]
+            self._send_along(number, view, new, [*ahead[: -MAX_SOURCES // 2 : -1], *roots], is_beside=True)
+
+    def _send_along(self, number: int, view: View, receivers: list[str], roots: list[str], *, is_beside: bool) -> None:
+        version = self.versions[number]
+        routing = self._planner.route(
+            self.name, version.nbytes, roots, receivers, chunk_nbytes=version.chunk_nbytes, is_beside=is_beside
+        )
+        changed = False
+        for receiver, stripes in routing.lanes[0].sources(MAX_SOURCES).items():
+            with_roots = tuple(tuple(dict.fromkeys((*names, *roots)))[:MAX_SOURCES] for names in stripes)
+            changed |= self._order_pull(number, receiver, with_roots, view, PATIENCE_S)
+        if changed:
+            self.plans.append((number, routing))
+
+    def look_ahead(self, view: View, now: float) -> list[Order]:
+        """Between versions, once nobody has come or gone since the last call: make the next one's routes.
+
+        The trainer's holder is told in which chunks they want it.
+        """
+        self._planner.see(view, now)
+        trainer, wanting = self.trainer, {replica.holder_id for replica in self.replicas.values()}
+        receivers = [h.holder_id for h in view.holders if h.holder_id in wanting]
+        if trainer is None or self._on_its_way():
+            return []
+        receivers = [h for h in receivers if h != trainer.holder_id]
+        who = (trainer.incarnation, self.manifest_digest, tuple(receivers))
+        ahead = (view.number, self._planner.epoch, *who)
+        if ahead != self._ahead:
+            self._ahead, self._is_planned_ahead = ahead, False
+            return []
+        if self._is_planned_ahead or not receivers:
+            return []
+        self._is_planned_ahead = True
+        nbytes = lane_of(self.manifests[self.manifest_digest]).nbytes
+        chunk_nbytes = self._planner.route(self.name, nbytes, [trainer.holder_id], receivers).chunk_nbytes
+        self._planner.landed(self.name)
+        return [(trainer.holder_id, Prepare(self.name, nbytes, chunk_nbytes))]
 
     def _recover(self, number: int, view: View, pulling: list[str]) -> None:
         """The origin is lost and nobody is whole: ask who has what, then let them complete each other, or abort."""
@@ -420,35 +517,32 @@ class Channel:
             return
         silent = [h for h in pulling if version.holders[h].ready is None]
         if silent:
-            asked = [h for h in silent if version.holders[h].sources != ("?",)]
-            self._orders += [(h, AskHave(self.name, number, version.uid)) for h in asked]
-            for h in silent:
-                version.holders[h].sources = ("?",)  # asked
+            asking = [h for h in silent if not version.holders[h].is_asked]
+            self._orders += [(h, AskHave(self.name, number, version.uid)) for h in asking]
+            for h in asking:
+                version.holders[h].is_asked = True
             return
         order, is_covered = recovery_order({h: version.holders[h].ready or b"" for h in pulling}, version.num_chunks)
         if not is_covered:
             self._end(number, VersionPhase.ABORTED, "its origin was lost and the other hosts do not have all of it")
             return
-        plan = make_plan(version.nbytes, origin=order[0], receivers=order[1:])
-        self._order_pulls(number, plan, view, order[1:], RECOVERY_PATIENCE_S)
-        self._order_pull(number, order[0], tuple(order[1:]), view, RECOVERY_PATIENCE_S)
+        # A chain, the one that has most before the others; it gets from them what it lacks.
+        for place, holder_id in enumerate(order):
+            others = [*order[max(0, place - 1) : place], *order[:1], *order[: max(0, place - 1)][::-1]]
+            sources = tuple(dict.fromkeys(others)) if place else tuple(order[1:])
+            self._order_pull(number, holder_id, (sources,), view, RECOVERY_PATIENCE_S)
 
-    def _order_pulls(self, number: int, plan: Plan, view: View, pulling: Iterable[str], patience_s: float) -> None:
-        changed = False
-        wanted = set(pulling)
-        for route in plan.routes:
-            if route.receiver in wanted:
-                changed |= self._order_pull(number, route.receiver, route.sources, view, patience_s)
-        if changed:
-            self.plans.append((number, plan))
-
-    def _order_pull(self, number: int, holder_id: str, sources: tuple[str, ...], view: View, patience_s: float) -> bool:
+    def _order_pull(self, number: int, holder_id: str, stripes: Stripes, view: View, patience_s: float) -> bool:
         version = self.versions[number]
         receiver = version.holders[holder_id]
-        if receiver.sources == sources:
+        if receiver.stripes == stripes:
             return False
-        receiver.sources = sources
-        records = [view.holder(source) for source in sources]
+        if _parents(receiver) != tuple(dict.fromkeys(names[0] for names in stripes)):
+            version.progress.begin(holder_id)
+        receiver.stripes = stripes
+        records = {name: view.holder(name) for names in stripes for name in names}
+        sources = {name: record.source() for name, record in records.items() if record is not None}
+        places = {name: place for place, name in enumerate(sources)}
         pull = Pull(
             channel=self.name,
             version=number,
@@ -457,7 +551,8 @@ class Channel:
             nbytes=version.nbytes,
             chunk_nbytes=version.chunk_nbytes,
             manifest_digest=version.manifest_digest,
-            sources=tuple(record.source() for record in records if record is not None),
+            sources=tuple(sources.values()),
+            stripes=tuple(tuple(places[name] for name in names if name in places) for names in stripes),
             patience_s=patience_s,
             digests=version.digests,
             is_sealed=version.is_sealed,
@@ -481,6 +576,7 @@ class Channel:
             self._end(number, VersionPhase.ABORTED, "it was not packed by its deadline")
             return True
         version.phase = VersionPhase.STAGED
+        self._planner.landed(self.name)
         self._orders.append((version.origin, Flight(self.name, number, version.uid, False)))
         return True
 
@@ -491,6 +587,8 @@ class Channel:
         for holder_id, receiver in version.holders.items():
             if receiver.phase is HolderPhase.PULLING or holder_id == version.origin:
                 self._orders.append((holder_id, Abort(self.name, number, version.uid, reason)))
+        if version.phase is VersionPhase.TRANSFERRING:
+            self._planner.landed(self.name)
         version.phase, version.error = phase, reason
 
     def _forget_old(self) -> None:
@@ -521,7 +619,7 @@ class Channel:
             )
         hosts = {record.holder_id: record.host for record in view.holders}
         holders = tuple(
-            HolderStatus(hosts.get(h, h), r.phase, r.nbytes_received, r.transfer_s, r.sources, r.error)
+            HolderStatus(hosts.get(h, h), r.phase, r.nbytes_received, r.transfer_s, _parents(r), r.error)
             for h, r in version.holders.items()
             if h != version.origin
         )
@@ -549,6 +647,10 @@ class Channel:
         if receiver is None:
             return ReplicaPhase.JOINING
         return ReplicaPhase.STAGED if receiver.phase is HolderPhase.WHOLE else ReplicaPhase.PULLING
+
+
+def _parents(receiver: _Receiver) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names[0] for names in receiver.stripes))
 
 
 def _receiver_error(version: _Version, holder_id: str) -> str:

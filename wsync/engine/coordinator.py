@@ -14,12 +14,15 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from wsync.config import Config
 from wsync.engine import protocol
 from wsync.engine.changes import Changes
 from wsync.engine.channel import Channel, Order
 from wsync.engine.lanes import LanePlanner, ShardPlan, plan_lanes
 from wsync.engine.membership import HolderRecord, View
+from wsync.engine.planner import Planner
 from wsync.engine.protocol import Done, HolderHello, Message
 from wsync.engine.shards import Shards, lane_channel
 from wsync.engine.wire import Listener, Wire
@@ -27,6 +30,7 @@ from wsync.errors import ChannelError, ConfigError, ErrorContext, PeerLost, Stal
 from wsync.events import Aborted, Committed, EventBus, PlanMade, Staged, ViewChanged
 from wsync.holding import Holding
 from wsync.status import ReplicaPhase, VersionPhase, VersionStatus
+from wsync.topology import Topology
 
 logger = logging.getLogger("wsync")
 
@@ -62,6 +66,7 @@ class Coordinator:
         self._listener: Listener | None = None
         self._channels: dict[str, Channel] = {}
         self._shards: dict[str, Shards] = {}
+        self._planner = Planner()
         self._planning = asyncio.Lock()
         self._planners: dict[str, LanePlanner] = {}
         self._sessions: dict[str, _Session] = {}
@@ -174,12 +179,19 @@ class Coordinator:
                 if now - session.last_heard > self.config.lost_after_s:
                     self._lose(session, f"silent for {self.config.lost_after_s:g} s")
             self._reconcile()
+            if now >= self._quiet_until:
+                for channel in self._channels.values():
+                    self._send(channel.look_ahead(self.view, now))
 
     # --- messages
     async def _handle(self, session: _Session, message: Message) -> Message | None:
         match message:
-            case protocol.Beat():
+            case protocol.Beat(progress):
+                self._progress(session.record.holder_id, progress)
                 return Done()
+            case protocol.Described(topology):
+                self._describe(session, topology)
+                return None
             case protocol.AwaitVersion():
                 return await self._await_version(message)
             case protocol.GetManifest():
@@ -196,6 +208,29 @@ class Coordinator:
                 reply = self._change(session.record.holder_id, message)
                 self._reconcile()
                 return reply
+
+    def _describe(self, session: _Session, topology: Topology) -> None:
+        session.record = msgspec.structs.replace(session.record, topology=topology)
+        self.view = self.view.described(session.record.holder_id, topology)
+        self._view_changed()
+
+    def _progress(self, holder_id: str, reports: tuple[protocol.Progress, ...]) -> None:
+        """What hops carry; one that carries far too little is avoided from now on."""
+        now = asyncio.get_running_loop().time()
+        self._planner.see(self.view, now)
+        for report in reports:
+            channel = self._channels.get(report.channel)
+            for hop in channel.progress(holder_id, report, now) if channel is not None else ():
+                logger.warning(
+                    "the path from %s to %s is slow: %.4g bytes/s instead of %.4g; routes are made anew",
+                    hop.source,
+                    hop.receiver,
+                    hop.nbytes_per_s,
+                    hop.expected_nbytes_per_s,
+                )
+                self._planner.slow(hop.source, hop.receiver, hop.nbytes_per_s)
+                self.events.emit(hop)
+        self._reconcile()
 
     async def _register_trainer(
         self, holder_id: str, message: protocol.RegisterTrainer | protocol.RegisterShard
@@ -269,7 +304,7 @@ class Coordinator:
 
     def _channel(self, name: str) -> Channel:
         if name not in self._channels:
-            self._channels[name] = Channel(name)
+            self._channels[name] = Channel(name, self._planner)
         return self._channels[name]
 
     def _sharded(self, name: str) -> Shards:
@@ -312,9 +347,11 @@ class Coordinator:
         for channel in self._channels.values():
             before = {n: v.phase for n, v in channel.versions.items()}
             self._send(channel.reconcile(self.view, now, self.config.transfer_timeout_s))
-            for number, plan in channel.plans:
-                routes = tuple(f"{route.sources[0]}>{route.receiver}" for route in plan.routes)
-                self.events.emit(PlanMade(channel.name, number, routes))
+            for number, routing in channel.plans:
+                logger.info("version %d of '%s': %s", number, channel.name, routing.explain())
+                routes = tuple(f"{source}>{receiver}" for lane in routing.lanes for source, receiver in lane.hops())
+                made = PlanMade(channel.name, number, routes, routing.predicted_s, routing.bound.time_s)
+                self.events.emit(made)
             channel.plans.clear()
             for number, version in channel.versions.items():
                 if version.phase is VersionPhase.ABORTED and before.get(number) is not VersionPhase.ABORTED:
@@ -374,6 +411,7 @@ class Coordinator:
             retire = protocol.Retire(lane_channel(wish.channel, lane_id))
             self._send([(holder_id, retire) for holder_id in self._sessions])
             self._channels.pop(retire.channel, None)
+            self._planner.forget(retire.channel)
         self._changes.wake()
         return protocol.RoundOpened(opened.version, opened.uid, opened.plan_id)
 

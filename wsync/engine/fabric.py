@@ -61,6 +61,7 @@ class Fabric:
         self._finder = PathFinder(topology)
         self._devices = {device.device_id: device for device in topology.devices}
         self._slow = _blamed(self._limits.measured)
+        self._slow_ends = _slow_ends(self._limits.measured)
         self._hops: dict[tuple[str, str], Hop | None] = {}
         self._networks = _networks_of(topology)
         self._uplinks = {d.domain_id: d.uplink_nbytes_per_s for d in topology.domains if d.uplink_nbytes_per_s}
@@ -146,6 +147,9 @@ class Fabric:
             for domain_id in theirs - ours:
                 add(f"{domain_id}/uplink.in", self._uplinks.get(domain_id, 0.0))
         add(f"{pair[0]}>{pair[1]}", self._limits.measured.get(pair, 0.0))
+        if path.medium in (Medium.RDMA, Medium.IP):
+            for node, way in zip(pair, ("out", "in"), strict=True):
+                add(f"{node}/seen.{way}", self._slow_ends.get((node, way), 0.0))
         rate = min((self.capacity[name] for name in found), default=0.0)
         return Hop(path.name, path.medium, tuple(sorted(found)), OVERHEAD_S[path.medium], rate)
 
@@ -203,6 +207,15 @@ def _networks_of(topology: Topology) -> dict[str, tuple[str, ...]]:
 
     hosts = [host.host_id for host in topology.hosts]
     return {host: tuple(sorted(around(host, frozenset()), key=lambda d: (order[d], d))) for host in hosts}
+
+
+def _slow_ends(measured: Mapping[tuple[str, str], float]) -> dict[tuple[str, str], float]:
+    """(holder, `in` or `out`) -> bytes/s, where several hops of one holder were slow: so will be all of them."""
+    found: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    for (source, receiver), rate in measured.items():
+        found[source, "out"].append(rate)
+        found[receiver, "in"].append(rate)
+    return {end: max(rates) for end, rates in found.items() if len(rates) > 1}
 
 
 def _blamed(measured: Mapping[tuple[str, str], float]) -> dict[str, float]:

@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
@@ -38,6 +39,7 @@ from wsync.errors import (
 )
 from wsync.manifest import Manifest, lane_of
 from wsync.memory import Slot
+from wsync.topology import Topology
 from wsync.transports.base import Transport
 
 logger = logging.getLogger("wsync")
@@ -111,7 +113,8 @@ class Holder:
         self._members: set[_Member] = set()
         self._num_joining = 0
         self._transports: dict[str, Transport] = {}
-        self._upstream = Upstream(config, token, resolve, self._hello, self._handle_order)
+        self._topology: Topology | None = None
+        self._upstream = Upstream(config, token, resolve, self._hello, self._progress, self._handle_order)
         self._services = HolderServices(config, self._upstream.tell)
         self._listener: Listener | None = None
         self._last_left = 0.0
@@ -131,6 +134,7 @@ class Holder:
         """Serve until cancelled, or until no member has been here for `linger_s`."""
         assert self._listener is not None
         jobs = [asyncio.create_task(self._listener.run(self._serve)), asyncio.create_task(self._upstream.run())]
+        self._services.spawn(self._look_around())
         alone = asyncio.create_task(self._wait_alone())
         try:
             done, _ = await asyncio.wait([*jobs, alone], return_when=asyncio.FIRST_COMPLETED)
@@ -151,6 +155,31 @@ class Holder:
         while self._members or self._num_joining or time.monotonic() - self._last_left < self.config.linger_s:
             await asyncio.sleep(min(0.25, max(0.01, self.config.linger_s / 4)))
 
+    async def _look_around(self) -> None:
+        """Find out about this host while it works already: drivers and clouds may take seconds to answer."""
+        if self.config.topology == "none":
+            return
+        try:
+            self._topology = await asyncio.to_thread(host_topology, self.config.topology, self.host)
+        except WsyncError as exc:
+            logger.warning("nothing is known of host %s: %s", self.host, exc)
+            return
+        self._upstream.tell(protocol.Described(self._topology))
+
+    def _progress(self) -> tuple[protocol.Progress, ...]:
+        return tuple(
+            protocol.Progress(
+                channel.name,
+                held.version,
+                held.uid,
+                bytes(held.slot.ready).count(1),
+                channel.receiver.nbytes_from(held.version, held.uid),
+            )
+            for channel in self._channels.values()
+            for held in channel.staging.slots
+            if held.phase in (SlotPhase.PACKING, SlotPhase.PULLING)
+        )
+
     def _hello(self) -> protocol.HolderHello:
         for channel in self._channels.values():
             for held in channel.staging.slots:
@@ -163,6 +192,7 @@ class Holder:
             pid=os.getpid(),
             endpoints={name: transport.export() for name, transport in self._transports.items()},
             channels=tuple(channel.report() for channel in self._channels.values()),
+            topology=self._topology,
         )
 
     def _channel(self, name: str) -> _Channel:
@@ -258,7 +288,7 @@ class Holder:
             channel.manifests[digest] = message.manifest
             channel.trainer = member
             member.lane_nbytes = lane_of(message.manifest).nbytes
-            channel.staging.check_room(member.lane_nbytes, self.config.chunk_nbytes)
+            channel.staging.check_room(member.lane_nbytes, channel.staging.chunk_nbytes)
             self._services.spawn(self._provide(channel, member.lane_nbytes))
         else:
             channel.replicas.append(member)
@@ -269,7 +299,7 @@ class Holder:
     async def _provide(self, channel: _Channel, nbytes: int) -> None:
         """Reserve the slots ahead of the first publish, which would otherwise pay for their page faults."""
         try:
-            await channel.staging.provide(nbytes, self.config.chunk_nbytes)
+            await channel.staging.provide(nbytes, channel.staging.chunk_nbytes)
         except WsyncError as exc:  # the publish that needs them says so again, to its caller
             logger.warning("slots of '%s' cannot be reserved yet: %s", channel.name, exc)
 
@@ -455,7 +485,9 @@ class Holder:
             case protocol.Known(name, version):
                 staging = self._channel(name).staging
                 staging.highest = max(staging.highest, version)
-            case protocol.Prepare(name, nbytes):
+            case protocol.Prepare(name, nbytes, chunk_nbytes):
+                if chunk_nbytes and not self.config.chunk_nbytes:
+                    self._channel(name).staging.chunk_nbytes = chunk_nbytes
                 self._services.spawn(self._provide(self._channel(name), nbytes))
             case protocol.Seal(name, version, uid, digests):
                 self._channel(name).receiver.seal(version, uid, digests)
@@ -480,6 +512,18 @@ class Holder:
             case _:
                 raise StaleView(f"a coordinator does not send {type(message).__name__}")
         return None
+
+
+def host_topology(where: str, host_id: str) -> Topology:
+    """What is known of one host: `auto` looks at this machine, else from the file `where`.
+
+    Raises ConfigError for a file that is none, or does not have the host.
+    """
+    if where == "auto":
+        from wsync.discovery.detect import detect
+
+        return detect(host_id)
+    return Topology.load(Path(where)).around(host_id)
 
 
 def make_transports(config: Config, token: str, host: str) -> dict[str, Transport]:

@@ -70,7 +70,7 @@ class Origin:
             version,
             uid,
             nbytes,
-            self._services.config.chunk_nbytes,
+            staging.chunk_nbytes,
             SlotPhase.PACKING,
             max(0.0, deadline - asyncio.get_running_loop().time()),
         )

@@ -1,25 +1,221 @@
-"""Who pulls from whom: a pure function of a version, its origin and its receivers."""
+"""Routes for the channels of a job, by what the present view can carry, what moves already, and what was slow. Pure.
+
+A route is made once for a version's holders and replayed for the next ones, until somebody comes or goes or a hop turns
+out slow.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import reduce
 
-from wsync.plan import Plan, Route
+from wsync.engine.fabric import Fabric, Limits, Node
+from wsync.engine.membership import View
+from wsync.engine.route_cost import Load, load_of, plus
+from wsync.engine.routes import Lane, RoutedLane, Routing, route
+from wsync.errors import ConfigError, PlanError
+from wsync.paths import Medium
+from wsync.topology import Host, Topology
+
+logger = logging.getLogger("wsync")
+
+MAX_ROOTS = 8
+REMEMBERED_S, MAX_REMEMBERED_S = 60.0, 3600.0
+"""A slow hop is avoided for so long, then tried again; twice as long each time that it is found slow again."""
+SLOWEST_NBYTES_PER_S = 1e3
 
 
-def make_plan(nbytes: int, *, origin: str, receivers: Sequence[str]) -> Plan:
-    """One pipelined chain: each receiver pulls from the one before it, chunk by chunk, as soon as a chunk is there.
+@dataclass
+class _SlowHop:
+    nbytes_per_s: float
+    until: float
+    num_times: int = 1
 
-    The origin sends every byte once, whatever the number of receivers, and a byte enters each host once; the
-    time is that of one transfer plus one chunk per hop. The alternates are the origin, then the receivers
-    further up, nearest first: they are ahead, so a failed hop is replaced by one that has the bytes.
-    """
-    routes: list[Route] = []
-    for place, receiver in enumerate(receivers):
-        ahead = [receivers[i] for i in range(place - 1, -1, -1)]
-        sources = [*ahead[:1], origin, *ahead[1:]]
-        routes.append(Route(receiver, tuple(sources)))
-    return Plan(origin, nbytes, tuple(routes))
+
+@dataclass
+class _Moving:
+    """What a channel sends, or sent last; `beside` are those who came later, as long as they are on their way."""
+
+    routed: RoutedLane
+    load: Load
+    beside: list[tuple[RoutedLane, Load]] = field(default_factory=list)
+
+    @property
+    def total(self) -> Load:
+        return reduce(plus, (load for _, load in self.beside), self.load)
+
+
+class Planner:
+    """One per job. `see` the present view before anything else is asked."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        """Grows when a hop turns out slow: routes in use are made anew then."""
+        self._view = View()
+        self._now = 0.0
+        self._fabric: Fabric | None = None
+        self._slow: dict[tuple[str, str], _SlowHop] = {}
+        self._fastest: dict[Medium, float] = {}
+        self._moving: dict[str, _Moving] = {}
+        self._in_flight: set[str] = set()
+        self._totals: dict[str, Load] = {}
+        self._made: dict[str, tuple[object, Routing]] = {}
+
+    # --- what there is
+    def see(self, view: View, now: float) -> None:
+        """From now on plan for this view. Slow hops whose time is over are tried again."""
+        self._now = now
+        is_stale = view.number != self._view.number or any(0.0 < hop.until <= now for hop in self._slow.values())
+        self._view = view
+        if is_stale:
+            for hop in self._slow.values():
+                hop.until = hop.until if hop.until > now else 0.0
+            self._fabric = None
+            self._made.clear()
+
+    @property
+    def fabric(self) -> Fabric:
+        """The hosts of the view with all that they know of themselves."""
+        if self._fabric is None:
+            self._fabric = self._build()
+        return self._fabric
+
+    def _build(self) -> Fabric:
+        holders = self._view.holders
+        bare = Topology(hosts=tuple(Host(host_id=name) for name in dict.fromkeys(h.host for h in holders)))
+        try:
+            topology = bare.joined(*(h.topology for h in holders if h.topology is not None))
+        except ConfigError as exc:
+            logger.warning("what the hosts say of themselves cannot be joined, routes are made without it: %s", exc)
+            topology = bare
+        names = [set(holder.endpoints) for holder in holders]
+        allowed = frozenset(set.intersection(*names) or set.union(*names)) if names else frozenset()
+        here = {holder.holder_id for holder in holders}
+        measured = {
+            pair: hop.nbytes_per_s
+            for pair, hop in self._slow.items()
+            if hop.until > self._now and here.issuperset(pair)
+        }
+        nodes = [Node(holder.holder_id, holder.host) for holder in holders]
+        return Fabric(topology, nodes, Limits(allowed=allowed, measured=measured))
+
+    # --- routes
+    def route(
+        self,
+        channel: str,
+        nbytes: int,
+        roots: Sequence[str],
+        receivers: Sequence[str],
+        *,
+        chunk_nbytes: int = 0,
+        is_beside: bool = False,
+    ) -> Routing:
+        """How these receivers get a version of `nbytes` from the best of `roots`, which have it or are ahead.
+
+        `is_beside`: while what was routed before for the channel goes on; else in its place. `chunk_nbytes` 0: chosen.
+        Where nothing is known that tells roots apart the first is taken.
+        """
+        is_flying = channel in self._in_flight
+        self._in_flight.add(channel)
+        key = (tuple(roots), tuple(receivers), nbytes)
+        known = self._made.get(channel)
+        is_known = known is not None and known[0] == key and chunk_nbytes in (0, known[1].chunk_nbytes)
+        if known is not None and is_known and not is_beside:
+            return known[1]
+        before = self._moving.get(channel) if is_beside else None
+        total = self._totals.get(_group(channel), {})
+        others = total if before is not None and is_flying else self._others(channel)
+        tried = [self._from(channel, nbytes, root, receivers, chunk_nbytes, others) for root in self._distinct(roots)]
+        best, load = min(tried, key=lambda found: found[0].predicted_s)
+        if before is not None:
+            before.beside.append((best.lanes[0], load))
+            self._totals[_group(channel)] = plus(total, load)
+        else:
+            self._totals[_group(channel)] = plus(others, load)
+            self._moving[channel] = _Moving(best.lanes[0], load)
+            self._made[channel] = (key, best)
+        return best
+
+    def _from(
+        self, channel: str, nbytes: int, root: str, receivers: Sequence[str], chunk_nbytes: int, others: Load
+    ) -> tuple[Routing, Load]:
+        lane = Lane(channel, nbytes, root, tuple(receivers))
+        try:
+            routing = route(self.fabric, [lane], chunk_nbytes=chunk_nbytes, background=others)
+            return routing, load_of(self.fabric, [lane], routing.lanes[0].trees)
+        except PlanError as exc:
+            # Every receiver gets its order all the same: those that cannot be reached say so, by name.
+            logger.warning("channel '%s': %s", channel, exc)
+            bare = Topology(hosts=tuple(Host(host_id=h) for h in {record.host for record in self._view.holders}))
+            fabric = Fabric(bare, [Node(record.holder_id, record.host) for record in self._view.holders])
+            return route(fabric, [lane], chunk_nbytes=chunk_nbytes), {}
+
+    def _distinct(self, roots: Sequence[str]) -> list[str]:
+        """One root of each place: others there would do as well."""
+        found: dict[object, str] = {}
+        for root in roots:
+            place = (self.fabric.island(root), *self.fabric.networks(root), self.fabric.likeness(root))
+            found.setdefault(place, root)
+        return list(found.values())[:MAX_ROOTS]
+
+    def _others(self, channel: str) -> Load:
+        """What the other lanes of a sharded channel load, in flight or not: they are published together."""
+        mine = self._moving.get(channel)
+        total = self._totals.get(_group(channel), {})
+        return plus(total, mine.total, -1) if mine is not None else total
+
+    def landed(self, channel: str) -> None:
+        """Nothing of the channel is on its way any more."""
+        self._in_flight.discard(channel)
+        moving = self._moving.get(channel)
+        if moving is not None and moving.beside:
+            self._totals[_group(channel)] = plus(self._others(channel), moving.load)
+            moving.beside.clear()
+
+    def forget(self, channel: str) -> None:
+        """There is no such channel any more."""
+        self._totals[_group(channel)] = self._others(channel)
+        self._moving.pop(channel, None)
+        self._made.pop(channel, None)
+        self._in_flight.discard(channel)
+
+    # --- what turns out
+    def seen(self, source: str, receiver: str, nbytes_per_s: float) -> None:
+        """So much came over that hop: what its kind can do at least."""
+        hop = self.fabric.hop(source, receiver) if {source, receiver} <= self.fabric.nodes.keys() else None
+        if hop is not None:
+            self._fastest[hop.medium] = max(nbytes_per_s, self._fastest.get(hop.medium, 0.0))
+
+    def expected(self, channel: str, source: str, receiver: str) -> float:
+        """bytes/s of a channel's bytes over one hop of its routes while all that is in flight moves; 0 if unknown.
+
+        Not more than any hop of the medium has shown yet: processors limit, too.
+        """
+        moving = self._moving.get(channel)
+        hop = self.fabric.hop(source, receiver) if moving and {source, receiver} <= self.fabric.nodes.keys() else None
+        if moving is None or hop is None or not hop.resources:
+            return 0.0
+        routed = [moving.routed, *(routed for routed, _ in moving.beside)]
+        nbytes = sum(each.lane.nbytes * each.hops().get((source, receiver), 0.0) for each in routed)
+        loads = [other.total for name, other in self._moving.items() if name in self._in_flight]
+        busy_s = max(sum(load.get(r, 0.0) for load in loads) / self.fabric.capacity[r] for r in hop.resources)
+        return min(nbytes / busy_s if busy_s else 0.0, self._fastest.get(hop.medium, 0.0))
+
+    def slow(self, source: str, receiver: str, nbytes_per_s: float) -> None:
+        """Routes avoid that hop, or count on no more than this, for a while. Begins a new epoch."""
+        former = self._slow.get((source, receiver))
+        num_times = former.num_times + 1 if former is not None and not former.until else 1
+        until = self._now + min(MAX_REMEMBERED_S, REMEMBERED_S * 2 ** (num_times - 1))
+        self._slow[source, receiver] = _SlowHop(max(SLOWEST_NBYTES_PER_S, nbytes_per_s), until, num_times)
+        self.epoch += 1
+        self._fabric = None
+        self._made.clear()
+
+
+def _group(channel: str) -> str:
+    return channel.partition("#")[0]
 
 
 def recovery_order(ready: dict[str, bytes], num_chunks: int) -> tuple[list[str], bool]:

@@ -29,6 +29,7 @@ from wsync.errors import ErrorRecord, WsyncError
 from wsync.holding import Holding
 from wsync.manifest import Manifest
 from wsync.status import ReplicaStatus, VersionStatus
+from wsync.topology import Topology
 
 HEADER = struct.Struct("<IB")
 MAX_FRAME_NBYTES = 256 << 20
@@ -332,7 +333,10 @@ class ChannelReport(msgspec.Struct, frozen=True):
 
 
 class HolderHello(Message, frozen=True):
-    """First message of a holder, also after a reconnect: everything it has, so that the coordinator may be new."""
+    """First message of a holder, also after a reconnect: everything it has, so that the coordinator may be new.
+
+    `topology` is what it knows of its host, once it knows.
+    """
 
     holder_id: str
     host: str
@@ -340,10 +344,29 @@ class HolderHello(Message, frozen=True):
     pid: int
     endpoints: dict[str, bytes]
     channels: tuple[ChannelReport, ...]
+    topology: Topology | None = None
+
+
+class Described(Message, frozen=True):
+    """What the holder has found out about its host since its hello."""
+
+    topology: Topology
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """How far a holder is with a version that it packs or pulls: chunks that are there, bytes from each source."""
+
+    channel: str
+    version: int
+    uid: int
+    num_ready: int
+    nbytes_from: dict[str, int] = {}
 
 
 class Beat(Message, frozen=True):
-    """Heartbeat, answered with `Done`."""
+    """Heartbeat, answered with `Done`. `progress` of every version that is not whole here."""
+
+    progress: tuple[Progress, ...] = ()
 
 
 class RegisterTrainer(Message, frozen=True):
@@ -445,7 +468,8 @@ class Source(msgspec.Struct, frozen=True):
 
 
 class Pull(Message, frozen=True):
-    """Fetch a version from the first source that answers. A second `Pull` of a version replaces its sources.
+    """Fetch a version; a second `Pull` of it replaces the sources. `stripes` has, for each stripe of chunks (chunk %
+    number of stripes), places in `sources`: the first that answers delivers.
 
     `patience_s` bounds how long a read waits at one source for a chunk that it does not have yet.
     """
@@ -458,16 +482,21 @@ class Pull(Message, frozen=True):
     chunk_nbytes: int
     manifest_digest: str
     sources: tuple[Source, ...]
+    stripes: tuple[tuple[int, ...], ...]
     patience_s: float
     digests: tuple[int, ...]
     is_sealed: bool
 
 
 class Prepare(Message, frozen=True):
-    """A trainer has come: reserve slots of `nbytes` now, so that the first version need not wait for memory."""
+    """A trainer has come: reserve slots of `nbytes` now, so that the first version need not wait for memory.
+
+    Its own holder is told in chunks of which size the next versions travel best; 0: unknown.
+    """
 
     channel: str
     nbytes: int
+    chunk_nbytes: int = 0
 
 
 class Known(Message, frozen=True):

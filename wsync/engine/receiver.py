@@ -29,7 +29,9 @@ class _Pull:
     def update(self) -> None:
         """Hand what is known to the transfer. Orders and digests may come before it has its slot."""
         if self.lane_pull is not None:
-            self.lane_pull.set_sources(self.order.sources, self.order.patience_s)
+            sources = self.order.sources
+            stripes = [tuple(sources[place] for place in stripe) for stripe in self.order.stripes]
+            self.lane_pull.set_sources(stripes, self.order.patience_s)
             if self.digests is not None:
                 self.lane_pull.set_digests(self.digests)
 
@@ -89,6 +91,11 @@ class Receiver:
             return False
         self._pulls.pop(version).cancel()
         return True
+
+    def nbytes_from(self, version: int, uid: int) -> dict[str, int]:
+        """What each source has delivered of a version that is being pulled."""
+        pull = self._find(version, uid)
+        return dict(pull.lane_pull.nbytes_from) if pull is not None and pull.lane_pull is not None else {}
 
     def abort_all(self) -> None:
         for version, pull in list(self._pulls.items()):

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
+from wsync.config import DEFAULT_CHUNK_NBYTES
 from wsync.engine.fabric import Fabric, Hop
 from wsync.engine.route_cost import Bound, Load, bound_of, load_of, plus, times_of
 from wsync.engine.route_trees import ORIGIN, Tree, candidates, spanning_tree
@@ -23,7 +24,7 @@ SAME = 1.02
 """Candidates whose last receiver is ready within this factor of the best are compared by the mean of all receivers."""
 CHUNK_COST_S = 200e-6
 """What a chunk costs its holder beside its bytes: it balances the pipeline's depth, which wants small chunks."""
-MIN_CHUNK_NBYTES, MAX_CHUNK_NBYTES = 1 << 18, 16 << 20
+MIN_CHUNK_NBYTES, MAX_CHUNK_NBYTES = 1 << 18, DEFAULT_CHUNK_NBYTES
 _GRAIN = 1 << 16
 
 
@@ -63,6 +64,32 @@ class RoutedLane(msgspec.Struct, frozen=True):
         tree = self.trees[stripe]
         parent = tree.parents[place]
         return self.lane.origin if parent == ORIGIN else tree.receivers[parent]
+
+    def sources(self, limit: int) -> dict[str, tuple[tuple[str, ...], ...]]:
+        """Receiver -> of each stripe, whom it can pull from: its parent, then up to `limit` who never wait for it.
+
+        These are the origin, those above the parent, and receivers that come before it, the nearest first.
+        """
+        found: dict[str, list[tuple[str, ...]]] = {receiver: [] for receiver in self.lane.receivers}
+        for stripe, tree in enumerate(self.trees):
+            for place, receiver in enumerate(tree.receivers):
+                parent, above = self.parent(stripe, place), list[str]()
+                at = tree.parents[place]
+                while at != ORIGIN and len(above) < limit:
+                    above.append(self.parent(stripe, at))
+                    at = tree.parents[at]
+                before = tree.receivers[max(0, place - limit) : place][::-1]
+                found[receiver].append(tuple(dict.fromkeys((parent, self.lane.origin, *above, *before)))[: limit + 1])
+        return {receiver: tuple(stripes) for receiver, stripes in found.items()}
+
+    def hops(self) -> dict[tuple[str, str], float]:
+        """(source, receiver) -> the part of the lane's bytes that takes this hop."""
+        found: dict[tuple[str, str], float] = {}
+        for stripe, tree in enumerate(self.trees):
+            for place, receiver in enumerate(tree.receivers):
+                pair = (self.parent(stripe, place), receiver)
+                found[pair] = found.get(pair, 0.0) + 1 / len(self.trees)
+        return found
 
 
 class Routing(msgspec.Struct, frozen=True):
@@ -122,14 +149,15 @@ class _SameWay:
         self.load: Load = {}
 
 
-def route(fabric: Fabric, lanes: Iterable[Lane], *, chunk_nbytes: int = 0) -> Routing:
+def route(fabric: Fabric, lanes: Iterable[Lane], *, chunk_nbytes: int = 0, background: Load | None = None) -> Routing:
     """Trees for all lanes, which move at the same time. `chunk_nbytes` 0: chosen for the depth of the trees.
 
-    Raises PlanError when a receiver cannot be reached by any path that both ends have.
+    `background` is what others send meanwhile; the bound does not count it. Raises PlanError when a receiver cannot be
+    reached by any path that both ends have.
     """
     lanes = tuple(lanes)
     ways = [_SameWay(same) for same in _alike(fabric, lanes)]
-    total: Load = {}
+    total: Load = dict(background or {})
     for _ in range(NUM_PASSES):
         for way in ways:
             total = plus(total, way.load, -1)
@@ -139,9 +167,7 @@ def route(fabric: Fabric, lanes: Iterable[Lane], *, chunk_nbytes: int = 0) -> Ro
     chunk = chunk_nbytes or min((_chunk_for(fabric, b, b.trees, total) for b in ways), default=MAX_CHUNK_NBYTES)
     receiver_s: dict[str, float] = {}
     bound = bound_of(fabric, lanes)
-    is_known = bound.time_s > 0 and all(
-        hop.resources or hop.medium is Medium.HOST for way in ways for hop in _hops(fabric, way)
-    )
+    is_known = bound.time_s > 0 and all(_is_known(fabric, way.lanes[0].origin, way.trees) for way in ways)
     for way in ways if is_known else ():
         for receiver, time_s in times_of(fabric, way.lanes, way.trees, total, chunk).items():
             receiver_s[receiver] = max(time_s, receiver_s.get(receiver, 0.0))
@@ -155,13 +181,16 @@ def route(fabric: Fabric, lanes: Iterable[Lane], *, chunk_nbytes: int = 0) -> Ro
     )
 
 
-def _hops(fabric: Fabric, way: _SameWay) -> Iterator[Hop]:
-    for tree in way.trees:
-        for place, receiver in enumerate(tree.receivers):
-            parent = tree.parents[place]
-            hop = fabric.hop(way.lanes[0].origin if parent == ORIGIN else tree.receivers[parent], receiver)
-            assert hop is not None
-            yield hop
+def _is_known(fabric: Fabric, origin: str, trees: Sequence[Tree]) -> bool:
+    """Whether something limits every hop by a rate that is known; the memory of a host is taken to limit nothing."""
+    return all(hop.resources or hop.medium is Medium.HOST for tree in trees for hop in _hops(fabric, origin, tree))
+
+
+def _hops(fabric: Fabric, origin: str, tree: Tree) -> Iterator[Hop]:
+    for receiver, parent in zip(tree.receivers, tree.parents, strict=True):
+        hop = fabric.hop(origin if parent == ORIGIN else tree.receivers[parent], receiver)
+        assert hop is not None
+        yield hop
 
 
 def _alike(fabric: Fabric, lanes: Sequence[Lane]) -> list[list[Lane]]:
@@ -182,6 +211,8 @@ def _best(fabric: Fabric, way: _SameWay, others: Load, chunk_nbytes: int) -> tup
     tried: list[tuple[float, float, tuple[Tree, ...]]] = []
     origin, receivers = way.lanes[0].origin, way.lanes[0].receivers
     for trees in candidates(fabric, origin, receivers):
+        if not tried and not _is_known(fabric, origin, trees):
+            return trees  # nothing to compare by: the first one is a chain, in which nobody sends a byte twice
         total = plus(others, load_of(fabric, way.lanes, trees))
         chunk = chunk_nbytes or _chunk_for(fabric, way, trees, total)
         times = times_of(fabric, way.lanes, trees, total, chunk).values()

@@ -19,7 +19,7 @@ from enum import StrEnum
 
 import xxhash
 
-from wsync.config import Config
+from wsync.config import DEFAULT_CHUNK_NBYTES, Config
 from wsync.engine.changes import Changes
 from wsync.engine.protocol import SlotReport
 from wsync.errors import ErrorContext, TransferTimeout
@@ -52,6 +52,8 @@ class HeldSlot:
     phase: SlotPhase = SlotPhase.FREE
     version: int = 0
     uid: int = 0
+    chunk_nbytes: int = 0
+    """Of the version; the slot itself is cut anew when it begins."""
     step: int = 0
     manifest_digest: str = ""
     is_origin: bool = False
@@ -93,6 +95,8 @@ class Staging:
         self.slots: list[HeldSlot] = []
         self.highest = 0
         """The newest version of the channel that this host has heard of."""
+        self.chunk_nbytes = config.chunk_nbytes or DEFAULT_CHUNK_NBYTES
+        """For the next version of this host's trainer."""
         self._config = config
         self._transports = list(transports)
         self._lock = asyncio.Lock()
@@ -127,7 +131,7 @@ class Staging:
 
     def check_room(self, nbytes: int, chunk_nbytes: int) -> None:
         """Raise ArenaError at once when the slots that are missing do not fit; reserving them takes seconds."""
-        fitting = [h for h in self.slots if (h.slot.nbytes, h.slot.chunk_nbytes) == (nbytes, chunk_nbytes)]
+        fitting = [held for held in self.slots if held.slot.fits(nbytes, chunk_nbytes)]
         num_missing = max(0, self._config.num_slots - len(fitting))
         check_room(nbytes, chunk_nbytes, num_slots=num_missing, arena=self._config.arena)
 
@@ -170,7 +174,7 @@ class Staging:
                 if not await self.changes.wait(deadline):
                     raise self._nothing_free(version, timeout_s)
             await self._vacate(held)
-            held.phase, held.version, held.uid = phase, version, uid
+            held.phase, held.version, held.uid, held.chunk_nbytes = phase, version, uid, chunk_nbytes
             held.is_origin, held.is_flying, held.has_flown = phase is SlotPhase.PACKING, False, False
             return held
 
@@ -179,9 +183,7 @@ class Staging:
         candidates = [
             held
             for held in self.slots
-            if (held.slot.nbytes, held.slot.chunk_nbytes) == (nbytes, chunk_nbytes)
-            and self._is_idle(held)
-            and (held is not newest or held.is_unsent)
+            if held.slot.fits(nbytes, chunk_nbytes) and self._is_idle(held) and (held is not newest or held.is_unsent)
         ]
         return min(candidates, key=lambda h: (h.phase is not SlotPhase.FREE, h.version), default=None)
 
@@ -189,7 +191,7 @@ class Staging:
         """The channel's manifest has changed: slots of another size go as soon as nobody needs them."""
         newest = self.newest(0, 0)
         for held in list(self.slots):
-            fits = (held.slot.nbytes, held.slot.chunk_nbytes) == (nbytes, chunk_nbytes)
+            fits = held.slot.fits(nbytes, chunk_nbytes)
             if not fits and self._is_idle(held) and held is not newest:
                 await self._vacate(held)
                 self.slots.remove(held)
@@ -229,7 +231,8 @@ class Staging:
     def begin(self, held: HeldSlot, step: int, manifest_digest: str) -> None:
         """The slot starts to fill: offer it, so that a chunk is served on as soon as it is there."""
         held.step, held.manifest_digest = step, manifest_digest
-        held.slot.begin(held.version, self.channel_key(manifest_digest), uid=held.uid)
+        key = self.channel_key(manifest_digest)
+        held.slot.begin(held.version, key, uid=held.uid, chunk_nbytes=held.chunk_nbytes)
         self._offer(held)
 
     def _offer(self, held: HeldSlot) -> None:
@@ -270,6 +273,7 @@ class Staging:
     def adopt(self, slot: Slot, step: int, manifest_digest: str) -> HeldSlot:
         """Take over a whole slot of the former holder. The caller has checked its digests."""
         held = HeldSlot(slot, phase=SlotPhase.WHOLE, version=slot.version, uid=slot.uid, step=step)
+        held.chunk_nbytes = slot.chunk_nbytes
         held.manifest_digest = manifest_digest
         held.has_flown = True
         self.slots.append(held)

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from wsync.config import Config
 from wsync.engine import wire as wires
 from wsync.engine.coordinator import PURPOSE
-from wsync.engine.protocol import Beat, HolderHello, Message
+from wsync.engine.protocol import Beat, HolderHello, Message, Progress
 from wsync.engine.wire import Handler, Wire
 from wsync.errors import AuthError, ConnectError, ErrorContext, PeerLost, StaleView, TransferTimeout, WsyncError
 
@@ -29,10 +29,16 @@ Resolve = Callable[[], Awaitable[tuple[str, int]]]
 
 class Upstream:
     def __init__(
-        self, config: Config, token: str, resolve: Resolve, hello: Callable[[], HolderHello], handle: Handler
+        self,
+        config: Config,
+        token: str,
+        resolve: Resolve,
+        hello: Callable[[], HolderHello],
+        progress: Callable[[], tuple[Progress, ...]],
+        handle: Handler,
     ) -> None:
         self._config, self._token = config, token
-        self._resolve, self._hello, self._handle = resolve, hello, handle
+        self._resolve, self._hello, self._progress, self._handle = resolve, hello, progress, handle
         self._wire: Wire | None = None
         self._connected = asyncio.Event()
         self._outbox: asyncio.Queue[Message] = asyncio.Queue()
@@ -83,9 +89,11 @@ class Upstream:
 
     async def _beat(self, wire: Wire) -> None:
         while True:
-            await asyncio.sleep(self._config.heartbeat_s)
+            progress = self._progress()
+            # While bytes are moving the coordinator must see soon where they do not.
+            await asyncio.sleep(self._config.heartbeat_s / (2 if progress else 1))
             try:
-                await wire.call(Beat(), timeout_s=self._config.lost_after_s)
+                await wire.call(Beat(self._progress()), timeout_s=self._config.lost_after_s)
             except TransferTimeout:
                 wire.close()  # it hangs: look for it, or its successor, again
                 return

@@ -182,6 +182,7 @@ class ShmPeer:
                 self._send(Closed(message.key))
                 return
             self._maps[inode] = mapping
+        mapping.slot.refresh()
         mapping.num_keys += 1
         self._leases[message.key] = _Lease(mapping, message.version)
 
