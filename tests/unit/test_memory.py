@@ -224,3 +224,28 @@ def test_pages_are_mapped_in_pieces_because_madvise_keeps_the_interpreter_lock()
         assert max(nbytes for _, nbytes in mapping.pieces) == 16 << 20
     finally:
         slot.close()
+
+
+def test_each_version_may_come_in_chunks_of_another_size() -> None:
+    slot = Slot.reserve(10 << 20, 8 << 20)
+    assert (slot.num_chunks, slot.fits(10 << 20, 1 << 20), slot.fits(10 << 20, 4096)) == (2, True, False)
+    reader = Slot.attach(slot.reader_fd(), is_writable=False)
+    for version, size in ((1, 1 << 20), (2, 256 << 10), (3, 8 << 20), (4, 3 << 20)):
+        slot.begin(version, 7, chunk_nbytes=size)
+        num = -(-(10 << 20) // size)
+        assert (slot.num_chunks, len(slot.ready), len(slot.digests)) == (num, num, num)
+        assert slot.missing() == list(range(num)), "nothing of the version before is there"
+        slot.digests[num - 1] = 2**64 - version
+        slot.mark_ready([num - 1])
+        reader.refresh()
+        assert (reader.num_chunks, reader.version) == (num, version)
+        assert bytes(reader.ready) == bytes(slot.ready)
+        assert reader.digests[num - 1] == 2**64 - version
+        assert reader.chunk_range(num - 1) == slot.chunk_range(num - 1)
+    with pytest.raises(ArenaError, match="262144"):
+        slot.begin(5, 7, chunk_nbytes=4096)
+    assert slot.version == 4, "a size that does not fit changes nothing"
+    later = Slot.attach(slot.reader_fd(), is_writable=False)
+    assert (later.num_chunks, later.digests[3]) == (4, 2**64 - 4), "whoever maps it later sees the present size"
+    for each in (slot, reader, later):
+        each.close()

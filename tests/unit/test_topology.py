@@ -239,3 +239,30 @@ def test_json_that_does_not_hold_together_or_has_further_fields_is_refused() -> 
     ):
         with pytest.raises(msgspec.ValidationError):
             msgspec.json.decode(text, type=Topology)
+
+
+def test_what_is_around_a_host_is_its_own_and_the_domains_it_is_in_without_the_others() -> None:
+    whole = Topology(
+        hosts=(HOST, Host(host_id="other")),
+        devices=(GPU, PEER, Device(device_id="other/gpu0", host_id="other")),
+        nics=(NIC, Nic(nic_id="other/nic", host_id="other")),
+        domains=(
+            Domain(domain_id="zone", kind=DomainKind.ZONE, members=("rack", "empty")),
+            nvlink("h/gpu0", "h/gpu1", "other/gpu0", nbytes_per_s=9e11),
+            Domain(domain_id="rack", kind=DomainKind.RACK, members=("h", "other"), uplink_nbytes_per_s=1e9),
+            Domain(domain_id="empty", kind=DomainKind.RACK, members=("other",)),
+        ),
+        links=(Link(a="h/gpu0", b="h/mlx5_0", kind="PIX"), Link(a="h/gpu0", b="other/gpu0", kind="NV18")),
+    )
+    here = whole.around("h")
+    assert here.hosts == (HOST,)
+    assert (here.devices, here.nics) == ((GPU, PEER), (NIC,))
+    assert {domain.domain_id: domain.members for domain in here.domains} == {
+        "zone": ("rack",),
+        "fabric.1": ("h/gpu0", "h/gpu1"),
+        "rack": ("h",),
+    }
+    assert [link.kind for link in here.links] == ["PIX"]
+    assert here.joined(whole.around("other")).domains[1].members == ("h/gpu0", "h/gpu1", "other/gpu0")
+    with pytest.raises(ConfigError, match="'x' is not in the topology"):
+        whole.around("x")

@@ -136,6 +136,7 @@ class Channel:
         self.versions: dict[int, _Version] = {}
         self.plans: list[tuple[int, Routing]] = []
         self._orders: list[Order] = []
+        self._num_changes = 0
         self._ahead: object = None
         self._is_planned_ahead = False
 
@@ -163,6 +164,7 @@ class Channel:
     def register_replica(self, holder_id: str, report: ReplicaReport) -> None:
         former = self.replicas.get(report.member_id)
         entry = _Replica(holder_id, report.incarnation, report.committed_version, report.committed_uid)
+        self._num_changes += 1
         if former is not None and former.incarnation == report.incarnation:
             entry.pauses, entry.errors = former.pauses, former.errors
         self.replicas[report.member_id] = entry
@@ -181,6 +183,7 @@ class Channel:
             self.trainer = None
         replica = self.replicas.get(member_id)
         if replica and replica.incarnation == incarnation:
+            self._num_changes += 1
             del self.replicas[member_id]
 
     def committed(self, report: Committed) -> None:
@@ -491,19 +494,20 @@ class Channel:
         The trainer's holder is told in which chunks they want it.
         """
         self._planner.see(view, now)
-        trainer, wanting = self.trainer, {replica.holder_id for replica in self.replicas.values()}
-        receivers = [h.holder_id for h in view.holders if h.holder_id in wanting]
+        trainer = self.trainer
         if trainer is None or self._on_its_way():
             return []
-        receivers = [h for h in receivers if h != trainer.holder_id]
-        who = (trainer.incarnation, self.manifest_digest, tuple(receivers))
-        ahead = (view.number, self._planner.epoch, *who)
+        ahead = (view.number, self._planner.epoch, self._num_changes, trainer.incarnation, self.manifest_digest)
         if ahead != self._ahead:
             self._ahead, self._is_planned_ahead = ahead, False
             return []
-        if self._is_planned_ahead or not receivers:
+        if self._is_planned_ahead:
             return []
         self._is_planned_ahead = True
+        wanting = {replica.holder_id for replica in self.replicas.values()} - {trainer.holder_id}
+        receivers = [h.holder_id for h in view.holders if h.holder_id in wanting]
+        if not receivers:
+            return []
         nbytes = lane_of(self.manifests[self.manifest_digest]).nbytes
         chunk_nbytes = self._planner.route(self.name, nbytes, [trainer.holder_id], receivers).chunk_nbytes
         self._planner.landed(self.name)

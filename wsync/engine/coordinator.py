@@ -218,6 +218,7 @@ class Coordinator:
         """What hops carry; one that carries far too little is avoided from now on."""
         now = asyncio.get_running_loop().time()
         self._planner.see(self.view, now)
+        epoch = self._planner.epoch
         for report in reports:
             channel = self._channels.get(report.channel)
             for hop in channel.progress(holder_id, report, now) if channel is not None else ():
@@ -230,7 +231,8 @@ class Coordinator:
                 )
                 self._planner.slow(hop.source, hop.receiver, hop.nbytes_per_s)
                 self.events.emit(hop)
-        self._reconcile()
+        if self._planner.epoch != epoch:
+            self._reconcile()
 
     async def _register_trainer(
         self, holder_id: str, message: protocol.RegisterTrainer | protocol.RegisterShard

@@ -14,7 +14,8 @@ from functools import reduce
 from wsync.engine.fabric import Fabric, Limits, Node
 from wsync.engine.membership import View
 from wsync.engine.route_cost import Load, load_of, plus
-from wsync.engine.routes import Lane, RoutedLane, Routing, route
+from wsync.engine.route_trees import Tree
+from wsync.engine.routes import Lane, RoutedLane, Routing, route, way_of
 from wsync.errors import ConfigError, PlanError
 from wsync.paths import Medium
 from wsync.topology import Host, Topology
@@ -62,6 +63,8 @@ class Planner:
         self._in_flight: set[str] = set()
         self._totals: dict[str, Load] = {}
         self._made: dict[str, tuple[object, Routing]] = {}
+        self._ways: dict[object, tuple[Tree, ...]] = {}
+        self._near: dict[tuple[str, ...], frozenset[str]] = {}
 
     # --- what there is
     def see(self, view: View, now: float) -> None:
@@ -72,8 +75,13 @@ class Planner:
         if is_stale:
             for hop in self._slow.values():
                 hop.until = hop.until if hop.until > now else 0.0
-            self._fabric = None
-            self._made.clear()
+            self._start_anew()
+
+    def _start_anew(self) -> None:
+        self._fabric = None
+        self._made.clear()
+        self._ways.clear()
+        self._near.clear()
 
     @property
     def fabric(self) -> Fabric:
@@ -143,7 +151,11 @@ class Planner:
     ) -> tuple[Routing, Load]:
         lane = Lane(channel, nbytes, root, tuple(receivers))
         try:
-            routing = route(self.fabric, [lane], chunk_nbytes=chunk_nbytes, background=others)
+            # The lanes of a sharded channel are many and mostly alike: one of a kind is compared, the rest goes along.
+            way = (_group(channel), nbytes.bit_length(), way_of(self.fabric, lane, self._near))
+            trees = self._ways.get(way, ()) if "#" in channel else ()
+            routing = route(self.fabric, [lane], chunk_nbytes=chunk_nbytes, background=others, trees=trees)
+            self._ways[way] = routing.lanes[0].trees
             return routing, load_of(self.fabric, [lane], routing.lanes[0].trees)
         except PlanError as exc:
             # Every receiver gets its order all the same: those that cannot be reached say so, by name.
@@ -210,8 +222,7 @@ class Planner:
         until = self._now + min(MAX_REMEMBERED_S, REMEMBERED_S * 2 ** (num_times - 1))
         self._slow[source, receiver] = _SlowHop(max(SLOWEST_NBYTES_PER_S, nbytes_per_s), until, num_times)
         self.epoch += 1
-        self._fabric = None
-        self._made.clear()
+        self._start_anew()
 
 
 def _group(channel: str) -> str:

@@ -149,11 +149,18 @@ class _SameWay:
         self.load: Load = {}
 
 
-def route(fabric: Fabric, lanes: Iterable[Lane], *, chunk_nbytes: int = 0, background: Load | None = None) -> Routing:
+def route(
+    fabric: Fabric,
+    lanes: Iterable[Lane],
+    *,
+    chunk_nbytes: int = 0,
+    background: Load | None = None,
+    trees: tuple[Tree, ...] = (),
+) -> Routing:
     """Trees for all lanes, which move at the same time. `chunk_nbytes` 0: chosen for the depth of the trees.
 
-    `background` is what others send meanwhile; the bound does not count it. Raises PlanError when a receiver cannot be
-    reached by any path that both ends have.
+    `background` is what others send meanwhile; the bound does not count it. `trees`: take these, made before for lanes
+    of the same way. Raises PlanError when a receiver cannot be reached by any path that both ends have.
     """
     lanes = tuple(lanes)
     ways = [_SameWay(same) for same in _alike(fabric, lanes)]
@@ -161,7 +168,7 @@ def route(fabric: Fabric, lanes: Iterable[Lane], *, chunk_nbytes: int = 0, backg
     for _ in range(NUM_PASSES):
         for way in ways:
             total = plus(total, way.load, -1)
-            way.trees = _best(fabric, way, total, chunk_nbytes)
+            way.trees = trees or _best(fabric, way, total, chunk_nbytes)
             way.load = load_of(fabric, way.lanes, way.trees)
             total = plus(total, way.load)
     chunk = chunk_nbytes or min((_chunk_for(fabric, b, b.trees, total) for b in ways), default=MAX_CHUNK_NBYTES)
@@ -195,16 +202,20 @@ def _hops(fabric: Fabric, origin: str, tree: Tree) -> Iterator[Hop]:
 
 def _alike(fabric: Fabric, lanes: Sequence[Lane]) -> list[list[Lane]]:
     found: defaultdict[object, list[Lane]] = defaultdict(list)
-    places: dict[tuple[str, ...], set[str]] = {}
+    near: dict[tuple[str, ...], frozenset[str]] = {}
     for lane in lanes:
-        near = places.get(lane.receivers)
-        if near is None:
-            near = {place for r in lane.receivers for place in (fabric.island(r), *fabric.networks(r))}
-            places[lane.receivers] = near
-        around = (fabric.island(lane.origin), *fabric.networks(lane.origin))
-        where = tuple(place for place in around if place in near)
-        found[lane.receivers, where, fabric.likeness(lane.origin)].append(lane)
+        found[way_of(fabric, lane, near)].append(lane)
     return list(found.values())
+
+
+def way_of(fabric: Fabric, lane: Lane, near: dict[tuple[str, ...], frozenset[str]]) -> object:
+    """Equal for lanes that have the same ways to go. `near` keeps what was found out for the same receivers before."""
+    if lane.receivers not in near:
+        around = (place for r in lane.receivers for place in (fabric.island(r), *fabric.networks(r)))
+        near[lane.receivers] = frozenset(around)
+    places = (fabric.island(lane.origin), *fabric.networks(lane.origin))
+    where = tuple(place for place in places if place in near[lane.receivers])
+    return lane.receivers, where, fabric.likeness(lane.origin)
 
 
 def _best(fabric: Fabric, way: _SameWay, others: Load, chunk_nbytes: int) -> tuple[Tree, ...]:

@@ -117,6 +117,27 @@ class TransportKit(ProcessChecks):
             op.wait(PATIENT_S)
             target.check_right()
 
+    def check_next_version_in_other_chunks(self) -> None:
+        with contextlib.ExitStack() as stack:
+            pair = Pair(self._make, stack)
+            pair.post(pair.whole()).wait(PATIENT_S)
+            pair.holder.withdraw("k", PATIENT_S)
+            for version, factor in ((2, 3), (3, 1)):
+                size, key, source = factor * CHUNK, f"k{version}", seeded(NBYTES, version)
+                pair.slot.begin(version, 1, chunk_nbytes=size)
+                pair.slot.data[:] = source
+                pair.slot.mark_ready([1])
+                pair.holder.offer(key, pair.slot, version)
+                first, second = Target(source[size - 5 : size]), Target(source[size : 2 * size])
+                waiting = pair.post(first, key=key, offset=size - 5)
+                pair.post(second, key=key, offset=size).wait(PATIENT_S)
+                second.check_right()
+                assert not waiting.is_done, "what it reads is in a chunk that is not ready"
+                pair.slot.mark_ready(range(pair.slot.num_chunks))
+                waiting.wait(PATIENT_S)
+                first.check_right()
+                pair.holder.withdraw(key, PATIENT_S)
+
     def check_key_offered_later(self) -> None:
         with contextlib.ExitStack() as stack:
             pair = Pair(self._make, stack)
