@@ -20,8 +20,10 @@ from wsync.engine.tensors import MAX_THREADS
 from wsync.errors import ErrorContext, PublishError, StaleView, TransferTimeout
 
 OVERLAPS = (os.cpu_count() or 1) > MAX_THREADS
-"""Whether chunks are served and hashed while the trainer still packs. A snapshot uses up to `MAX_THREADS` cores: on a
-machine with no more the trainer would only wait longer for its cores (measured on two: by a half)."""
+EARLY_NBYTES = 16 << 20
+"""Chunks are served and hashed while the trainer still packs. A snapshot uses up to `MAX_THREADS` cores: on a machine
+with no more the trainer would only wait longer for its cores (measured on two: by a half), so there no more than this is
+served early, which keeps a slow link busy meanwhile and takes a fast one no time."""
 
 logger = logging.getLogger("wsync")
 
@@ -109,10 +111,12 @@ class Origin:
     def packed_to(self, version: int, nbytes: int) -> None:
         """The first `nbytes` are in place: digest and serve the whole chunks among them."""
         packing = self._current(version)
-        if OVERLAPS or packing.is_packed:
-            slot = packing.held.slot
-            num_packed = slot.num_chunks if nbytes >= slot.nbytes else max(0, nbytes) // slot.chunk_nbytes
-            packing.num_packed = max(packing.num_packed, num_packed)
+        slot = packing.held.slot
+        num_packed = slot.num_chunks if nbytes >= slot.nbytes else max(0, nbytes) // slot.chunk_nbytes
+        if not (OVERLAPS or packing.is_packed):
+            num_packed = min(num_packed, -(-EARLY_NBYTES // slot.chunk_nbytes))
+        if num_packed > packing.num_packed:
+            packing.num_packed = num_packed
             packing.grown.set()
 
     def packed(self, version: int) -> None:
@@ -120,6 +124,7 @@ class Origin:
         packing = self._current(version)
         packing.is_packed = True
         self.packed_to(version, packing.held.slot.nbytes)
+        packing.grown.set()
 
     def _current(self, version: int) -> _Packing:
         packing = self._packings.get(version)
