@@ -207,7 +207,7 @@ def test_between_versions_the_next_ones_routes_are_made_and_its_chunks_chosen() 
     assert scene.channel.look_ahead(scene.view, 0.0) == [], "somebody may still be coming"
     ((holder, order),) = scene.channel.look_ahead(scene.view, 0.1)
     assert (holder, type(order), order.nbytes) == ("T", Prepare, 256 << 20)
-    assert 1 << 20 <= order.chunk_nbytes < 8 << 20, "small enough for a chain of three"
+    assert 512 << 10 <= order.chunk_nbytes < 2 << 20, "small enough for a chain of three"
     assert scene.channel.look_ahead(scene.view, 0.2) == [], "told once"
     scene.replica("D")
     scene.reconcile()

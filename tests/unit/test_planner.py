@@ -60,7 +60,7 @@ def test_a_route_is_made_once_and_replayed_until_the_view_changes() -> None:
     holders = [holder(name, 1) for name in "TAB"]
     planner = planner_of(*holders)
     first = planner.route("c", W, ["T"], ["A", "B"])
-    assert planner.route("c", W, ["T"], ["A", "B"], chunk_nbytes=first.chunk_nbytes) is first
+    assert planner.route("c", W, ["T"], ["A", "B"]) is first
     planner.see(View(1, tuple(holders)), 1.0)
     assert planner.route("c", W, ["T"], ["A", "B"]) is first
     planner.see(View(2, (*holders, holder("C", 1))), 2.0)

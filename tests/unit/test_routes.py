@@ -44,7 +44,7 @@ def test_equal_hosts_are_a_chain_in_the_time_of_one_transfer() -> None:
     assert hops(routing) == list(zip(("h0", *others), others, strict=False))
     assert routing.bound.time_s == pytest.approx(W / GBIT)
     assert routing.ratio < 1.03
-    assert routing.chunk_nbytes == 1 << 20
+    assert routing.chunk_nbytes == 1 << 19
     assert routing.bound.formula.endswith("at 1.25e+08 bytes/s")
 
 

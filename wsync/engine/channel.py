@@ -139,6 +139,7 @@ class Channel:
         self._num_changes = 0
         self._ahead: object = None
         self._is_planned_ahead = False
+        self._told_chunks: tuple[str, str, int, int] | None = None
 
     # --- members
     def register_trainer(
@@ -478,9 +479,9 @@ class Channel:
 
     def _send_along(self, number: int, view: View, receivers: list[str], roots: list[str], *, is_beside: bool) -> None:
         version = self.versions[number]
-        routing = self._planner.route(
-            self.name, version.nbytes, roots, receivers, chunk_nbytes=version.chunk_nbytes, is_beside=is_beside
-        )
+        routing = self._planner.route(self.name, version.nbytes, roots, receivers, is_beside=is_beside)
+        if not is_beside and version.origin in roots:
+            self._prefer_chunks(version.origin, version.nbytes, routing.chunk_nbytes)
         changed = False
         for receiver, stripes in routing.lanes[0].sources(MAX_SOURCES).items():
             with_roots = tuple(tuple(dict.fromkeys((*names, *roots)))[:MAX_SOURCES] for names in stripes)
@@ -509,9 +510,18 @@ class Channel:
         if not receivers:
             return []
         nbytes = lane_of(self.manifests[self.manifest_digest]).nbytes
-        chunk_nbytes = self._planner.route(self.name, nbytes, [trainer.holder_id], receivers).chunk_nbytes
+        routing = self._planner.route(self.name, nbytes, [trainer.holder_id], receivers)
         self._planner.landed(self.name)
-        return [(trainer.holder_id, Prepare(self.name, nbytes, chunk_nbytes))]
+        self._prefer_chunks(trainer.holder_id, nbytes, routing.chunk_nbytes)
+        orders, self._orders = self._orders, []
+        return orders
+
+    def _prefer_chunks(self, holder_id: str, nbytes: int, chunk_nbytes: int) -> None:
+        """Tell the trainer's holder once in which chunks its next versions should come."""
+        told = (holder_id, self.trainer.incarnation if self.trainer else "", nbytes, chunk_nbytes)
+        if told != self._told_chunks:
+            self._told_chunks = told
+            self._orders.append((holder_id, Prepare(self.name, nbytes, chunk_nbytes)))
 
     def _recover(self, number: int, view: View, pulling: list[str]) -> None:
         """The origin is lost and nobody is whole: ask who has what, then let them complete each other, or abort."""

@@ -7,10 +7,12 @@ host is pulled here by `wsync.engine.executor`; replicas lease what is whole. No
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -159,9 +161,22 @@ class Holder:
         """Find out about this host while it works already: drivers and clouds may take seconds to answer."""
         if self.config.topology == "none":
             return
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[Topology] = loop.create_future()
+
+        def look() -> None:
+            try:
+                call, told = found.set_result, host_topology(self.config.topology, self.host)
+            except Exception as exc:
+                call, told = found.set_exception, exc  # type: ignore[assignment]
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(lambda: found.done() or call(told))
+
+        # A thread that nobody waits for at the end: what it asks may not answer for long.
+        threading.Thread(target=look, name="wsync-discovery", daemon=True).start()
         try:
-            self._topology = await asyncio.to_thread(host_topology, self.config.topology, self.host)
-        except WsyncError as exc:
+            self._topology = await found
+        except Exception as exc:
             logger.warning("nothing is known of host %s: %s", self.host, exc)
             return
         self._upstream.tell(protocol.Described(self._topology))

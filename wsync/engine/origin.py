@@ -22,8 +22,8 @@ from wsync.errors import ErrorContext, PublishError, StaleView, TransferTimeout
 OVERLAPS = (os.cpu_count() or 1) > MAX_THREADS
 EARLY_NBYTES = 16 << 20
 """Chunks are served and hashed while the trainer still packs. A snapshot uses up to `MAX_THREADS` cores: on a machine
-with no more the trainer would only wait longer for its cores (measured on two: by a half), so there no more than this is
-served early, which keeps a slow link busy meanwhile and takes a fast one no time."""
+with no more the trainer would only wait longer for its cores (measured on two: by a half), so there only so much is
+served early: it keeps a slow link busy meanwhile."""
 
 logger = logging.getLogger("wsync")
 

@@ -117,25 +117,23 @@ class Planner:
         roots: Sequence[str],
         receivers: Sequence[str],
         *,
-        chunk_nbytes: int = 0,
         is_beside: bool = False,
     ) -> Routing:
         """How these receivers get a version of `nbytes` from the best of `roots`, which have it or are ahead.
 
-        `is_beside`: while what was routed before for the channel goes on; else in its place. `chunk_nbytes` 0: chosen.
-        Where nothing is known that tells roots apart the first is taken.
+        `is_beside`: while what was routed before for the channel goes on; else in its place. Where nothing tells roots
+        apart the first is taken. The chunks are those that the next versions should have.
         """
         is_flying = channel in self._in_flight
         self._in_flight.add(channel)
         key = (tuple(roots), tuple(receivers), nbytes)
         known = self._made.get(channel)
-        is_known = known is not None and known[0] == key and chunk_nbytes in (0, known[1].chunk_nbytes)
-        if known is not None and is_known and not is_beside:
+        if known is not None and known[0] == key and not is_beside:
             return known[1]
         before = self._moving.get(channel) if is_beside else None
         total = self._totals.get(_group(channel), {})
         others = total if before is not None and is_flying else self._others(channel)
-        tried = [self._from(channel, nbytes, root, receivers, chunk_nbytes, others) for root in self._distinct(roots)]
+        tried = [self._from(channel, nbytes, root, receivers, others) for root in self._distinct(roots)]
         best, load = min(tried, key=lambda found: found[0].predicted_s)
         if before is not None:
             before.beside.append((best.lanes[0], load))
@@ -147,14 +145,14 @@ class Planner:
         return best
 
     def _from(
-        self, channel: str, nbytes: int, root: str, receivers: Sequence[str], chunk_nbytes: int, others: Load
+        self, channel: str, nbytes: int, root: str, receivers: Sequence[str], others: Load
     ) -> tuple[Routing, Load]:
         lane = Lane(channel, nbytes, root, tuple(receivers))
         try:
             # The lanes of a sharded channel are many and mostly alike: one of a kind is compared, the rest goes along.
             way = (_group(channel), nbytes.bit_length(), way_of(self.fabric, lane, self._near))
             trees = self._ways.get(way, ()) if "#" in channel else ()
-            routing = route(self.fabric, [lane], chunk_nbytes=chunk_nbytes, background=others, trees=trees)
+            routing = route(self.fabric, [lane], background=others, trees=trees)
             self._ways[way] = routing.lanes[0].trees
             return routing, load_of(self.fabric, [lane], routing.lanes[0].trees)
         except PlanError as exc:
@@ -162,7 +160,7 @@ class Planner:
             logger.warning("channel '%s': %s", channel, exc)
             bare = Topology(hosts=tuple(Host(host_id=h) for h in {record.host for record in self._view.holders}))
             fabric = Fabric(bare, [Node(record.holder_id, record.host) for record in self._view.holders])
-            return route(fabric, [lane], chunk_nbytes=chunk_nbytes), {}
+            return route(fabric, [lane]), {}
 
     def _distinct(self, roots: Sequence[str]) -> list[str]:
         """One root of each place: others there would do as well."""

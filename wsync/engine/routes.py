@@ -25,7 +25,7 @@ SAME = 1.02
 CHUNK_COST_S = 200e-6
 """What a chunk costs its holder beside its bytes: it balances the pipeline's depth, which wants small chunks."""
 NUM_UNDER_WAY = 4
-"""Chunks that a hop keeps on its connections, one asked for while one is sent on each of two: they wait for each other."""
+"""Chunks that a hop has on its connections: one that is sent and one that is asked for, on each of two."""
 MIN_CHUNK_NBYTES, MAX_CHUNK_NBYTES = 1 << 18, DEFAULT_CHUNK_NBYTES
 _GRAIN = 1 << 16
 
@@ -237,7 +237,7 @@ def _best(fabric: Fabric, way: _SameWay, others: Load, chunk_nbytes: int) -> tup
 
 
 def _chunk_for(fabric: Fabric, way: _SameWay, trees: Sequence[Tree], total: Load) -> int:
-    """Each of nbytes / c chunks costs `CHUNK_COST_S`, the last receiver waits for some of them per hop: least if equal."""
+    """Each of nbytes / c chunks costs `CHUNK_COST_S`, the last receiver waits for some per hop: least if equal."""
     depth = max(tree.depth for tree in trees) - 1
     time_s = max(times_of(fabric, way.lanes, trees, total, 0).values(), default=0.0)
     if depth < 1 or not time_s:
