@@ -48,6 +48,13 @@ def test_routes_follow_what_the_hosts_know() -> None:
     assert hops(planner.route("c", W, ["T"], ["A", "B", "C"])) == [("T", "B"), ("B", "C"), ("C", "A")]
 
 
+def test_a_host_of_which_nothing_is_known_comes_last() -> None:
+    planner = planner_of(holder("T", 1), holder("A", None), holder("B", 1), holder("C", 0.0), holder("D", 0.5))
+    routing = planner.route("c", W, ["T"], ["A", "B", "C", "D"])
+    assert hops(routing) == [("T", "B"), ("B", "D"), ("D", "A"), ("A", "C")], "it harms nobody if it is slow"
+    assert routing.predicted_s == 0.0, "and nothing is promised"
+
+
 def test_hosts_of_one_rack_say_so_each_for_itself_and_its_uplink_carries_each_byte_once() -> None:
     racks = {name: f"r{number % 2}" for number, name in enumerate("TABCDE")}
     planner = planner_of(*(holder(n, 1, rack=rack, uplink_gbit_per_s=0.5) for n, rack in racks.items()))

@@ -112,6 +112,13 @@ class Fabric:
             self._hops[pair] = self._hop(pair, path) if path else None
         return self._hops[pair]
 
+    def is_known(self, source: str, receiver: str) -> bool:
+        """Whether the rates of both ends of the hop are known; the memory of their host is taken to limit nothing."""
+        hop = self.hop(source, receiver)
+        if hop is None or hop.medium is Medium.HOST:
+            return hop is not None
+        return bool(self.own(source, hop.medium, "out")) and bool(self.own(receiver, hop.medium, "in"))
+
     def _choose(self, pair: tuple[str, str]) -> Path | None:
         limits, forced = self._limits, self._limits.forced.get(pair)
         for path in self._paths(*(self.nodes[name] for name in pair)):

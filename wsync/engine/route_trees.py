@@ -15,6 +15,7 @@ import msgspec
 
 from wsync.engine.fabric import Fabric
 from wsync.errors import PlanError
+from wsync.paths import Medium
 
 ORIGIN = -1
 NUM_CHAINS = (1, 2, 4, 8, 16, 32)
@@ -176,12 +177,14 @@ def _visit(
 
 
 def _forwarding_rate(fabric: Fabric, origin: str, receiver: str) -> float:
-    """bytes/s at which it can serve others over the network by which the origin reaches it; infinite if unknown.
+    """bytes/s at which it can serve others over the network by which the origin reaches it.
 
-    One that was seen to be slow counts as such: where it is last it harms nobody else.
+    Where nothing is known it counts as 0, and one that was seen to be slow as such: where it is last it harms nobody.
     """
     hop = fabric.hop(origin, receiver)
-    promised = sum(fabric.own(receiver, hop.medium, "out").values() if hop else ()) or float("inf")
+    if hop is not None and hop.medium is Medium.HOST:
+        return float("inf")
+    promised = sum(fabric.own(receiver, hop.medium, "out").values() if hop else ())
     return min(promised, fabric.observed(receiver))
 
 

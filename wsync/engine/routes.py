@@ -8,16 +8,15 @@ stripes enter it at different members, so that every NIC of the domain takes its
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from wsync.config import DEFAULT_CHUNK_NBYTES
-from wsync.engine.fabric import Fabric, Hop
+from wsync.engine.fabric import Fabric
 from wsync.engine.route_cost import Bound, Load, bound_of, load_of, plus, times_of
 from wsync.engine.route_trees import ORIGIN, Tree, candidates, spanning_tree
 from wsync.errors import PlanError
-from wsync.paths import Medium
 
 NUM_PASSES = 2
 SAME = 1.02
@@ -191,15 +190,12 @@ def route(
 
 
 def _is_known(fabric: Fabric, origin: str, trees: Sequence[Tree]) -> bool:
-    """Whether something limits every hop by a rate that is known; the memory of a host is taken to limit nothing."""
-    return all(hop.resources or hop.medium is Medium.HOST for tree in trees for hop in _hops(fabric, origin, tree))
-
-
-def _hops(fabric: Fabric, origin: str, tree: Tree) -> Iterator[Hop]:
-    for receiver, parent in zip(tree.receivers, tree.parents, strict=True):
-        hop = fabric.hop(origin if parent == ORIGIN else tree.receivers[parent], receiver)
-        assert hop is not None
-        yield hop
+    """Whether both ends of every hop have a known rate; the memory of a host is taken to limit nothing."""
+    return all(
+        fabric.is_known(origin if parent == ORIGIN else tree.receivers[parent], receiver)
+        for tree in trees
+        for receiver, parent in zip(tree.receivers, tree.parents, strict=True)
+    )
 
 
 def _alike(fabric: Fabric, lanes: Sequence[Lane]) -> list[list[Lane]]:
