@@ -1,55 +1,64 @@
-"""One member on an emulated host: reads a command per line from standard input, answers each with a line of JSON.
+"""One process of a broadcast on an emulated host: a command per line from standard input, an answer per line of JSON.
 
-Its tensors are `NUM_TENSORS` equal parts of a seeded block, which both sides can compute without wsync.
+    python -m benchmarks._cluster_child KIND NBYTES
+
+All kinds have the same commands: `join` once, then in each round `fill` and `publish` on rank 0 and `install` on the
+others. Tensors are `NUM_TENSORS` equal parts, whose bytes any process can compute from a seed without wsync.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
+import socket
 import sys
+import threading
 import time
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 
-import wsync
-
 NUM_TENSORS = 16
-TIMEOUT_S = 120.0
+TIMEOUT_S = 170.0
+PORT = 7700
 
 
-def block(nbytes: int, seed: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The bytes of a version."""
-    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
-
-
-def digest(tensors: dict[str, np.ndarray[Any, Any]]) -> str:
-    found = hashlib.blake2b(digest_size=16)
-    for name in sorted(tensors):
-        found.update(tensors[name])
-    return found.hexdigest()
+def part(seed: int, number: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The bytes of one tensor of a version."""
+    return np.random.default_rng([seed, number]).integers(0, 256, nbytes, dtype=np.uint8)
 
 
 class Member:
-    """A trainer or a replica of one channel."""
+    """Tensors, and what they hash to."""
 
-    def __init__(self, nbytes: int, chunk_nbytes: int) -> None:
-        size = nbytes // NUM_TENSORS
-        self.tensors = {f"t{number:02d}": np.zeros(size, np.uint8) for number in range(NUM_TENSORS)}
-        self.config = wsync.Config(chunk_nbytes=chunk_nbytes, transports=("tcp",))
-
-    def train(self) -> None:
-        self.publisher = wsync.Publisher("policy", self.tensors, config=self.config)
-
-    def follow(self) -> None:
-        self.replica = wsync.Replica("policy", self.tensors, config=self.config)
+    def __init__(self, nbytes: int) -> None:
+        self.whole = np.zeros(nbytes, np.uint8)
+        self.tensors = {f"t{number:02d}": one for number, one in enumerate(np.split(self.whole, NUM_TENSORS))}
 
     def fill(self, seed: int) -> str:
-        parts = np.split(block(sum(t.nbytes for t in self.tensors.values()), seed), NUM_TENSORS)
-        for tensor, part in zip(self.tensors.values(), parts, strict=True):
-            np.copyto(tensor, part)
-        return digest(self.tensors)
+        for number, tensor in enumerate(self.tensors.values()):
+            np.copyto(tensor, part(seed, number, tensor.nbytes))
+        return self.digest()
+
+    def digest(self) -> str:
+        return hashlib.blake2b(memoryview(self.whole), digest_size=16).hexdigest()
+
+
+class WsyncMember(Member):
+    """A trainer or a replica of one channel."""
+
+    def join(self, rank: int, addresses: Sequence[str]) -> None:
+        import wsync
+
+        config = wsync.Config(transports=("tcp",))
+        if rank == 0:
+            self.publisher = wsync.Publisher("policy", self.tensors, config=config)
+        else:
+            self.replica = wsync.Replica("policy", self.tensors, config=config)
 
     def publish(self, step: int) -> tuple[int, float]:
         """The version, and when publish began."""
@@ -62,9 +71,6 @@ class Member:
         self.replica.wait_version(version, timeout_s=TIMEOUT_S)
         return time.monotonic()
 
-    def digest(self) -> str:
-        return digest(self.tensors)
-
     def status(self, num_replicas: int) -> dict[str, Any]:
         """Of each receiving host: who it pulled from first, and the bytes that entered it."""
         self.publication.wait_committed(timeout_s=TIMEOUT_S, num_replicas=num_replicas)
@@ -73,16 +79,90 @@ class Member:
         }
 
 
-def main() -> None:
-    member = Member(int(sys.argv[1]), int(sys.argv[2]))
-    for line in sys.stdin:
-        name, *arguments = json.loads(line)
-        try:
-            answer = {"result": getattr(member, name)(*arguments)}
-        except Exception as exc:
-            answer = {"error": f"{type(exc).__name__}: {exc}"}
-        print(json.dumps(answer), flush=True)
+class DirectMember(Member):
+    """Rank 0 sends all bytes to everybody at once over one socket each; the others receive in place."""
+
+    def join(self, rank: int, addresses: Sequence[str]) -> None:
+        self._others = list(addresses[1:])
+        self._sockets: list[socket.socket] = []
+        if rank:
+            self._server = socket.create_server((addresses[rank], PORT))
+
+    def publish(self, step: int) -> tuple[int, float]:
+        if not self._sockets:
+            self._sockets = [socket.create_connection((to, PORT), TIMEOUT_S) for to in self._others]
+        started = time.monotonic()
+        senders = [threading.Thread(target=to.sendall, args=(memoryview(self.whole),)) for to in self._sockets]
+        for sender in senders:
+            sender.start()
+        for sender in senders:
+            sender.join()
+        return step, started
+
+    def install(self, version: int) -> float:
+        if not self._sockets:
+            self._sockets = [self._server.accept()[0]]
+        left = memoryview(self.whole)
+        while left:
+            taken = self._sockets[0].recv_into(left)
+            if not taken:
+                raise ConnectionError("the sender has gone")
+            left = left[taken:]
+        return time.monotonic()
+
+
+class GlooMember(Member):
+    """`torch.distributed.broadcast` of one tensor."""
+
+    def join(self, rank: int, addresses: Sequence[str]) -> None:
+        self._place = (rank, len(addresses), addresses[0])
+        self._is_joined = False
+
+    def publish(self, step: int) -> tuple[int, float]:
+        started, _ = self._broadcast()
+        return step, started
+
+    def install(self, version: int) -> float:
+        return self._broadcast()[1]
+
+    def _broadcast(self) -> tuple[float, float]:
+        import torch
+        import torch.distributed as dist
+
+        if not self._is_joined:
+            rank, size, first = self._place
+            torch.set_num_threads(1)
+            dist.init_process_group(
+                "gloo",
+                init_method=f"tcp://{first}:{PORT}",
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=TIMEOUT_S),
+            )
+            self._tensor = torch.from_numpy(self.whole)
+            self._is_joined = True
+        dist.barrier()
+        started = time.monotonic()
+        dist.broadcast(self._tensor, 0)
+        return started, time.monotonic()
+
+
+KINDS = {"wsync": WsyncMember, "direct": DirectMember, "gloo": GlooMember}
+
+
+def serve(target: object) -> None:
+    """Answer commands until standard input ends. What others print goes to standard error."""
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+        for line in sys.stdin:
+            name, *arguments = json.loads(line)
+            try:
+                answer = {"result": getattr(target, name)(*arguments)}
+            except Exception as exc:
+                answer = {"error": f"{type(exc).__name__}: {exc}"}
+            with contextlib.suppress(BrokenPipeError):
+                print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    serve(KINDS[sys.argv[1]](int(sys.argv[2])))

@@ -167,8 +167,13 @@ class EmulatedCluster:
     def ray_address(self) -> str:
         return f"{self.address(next(iter(self.hosts)))}:6399"
 
-    def start_ray(self, *, num_cpus: int = 2, object_store_nbytes: int = 200 << 20) -> None:
-        """A head on the first host and a raylet on each other one, with labels `wsync.io/host` and `wsync.io/rack`."""
+    def start_ray(
+        self, *, num_cpus: int = 2, object_store_nbytes: int = 200 << 20, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """A head on the first host and a raylet on each other one, with labels `wsync.io/host` and `wsync.io/rack`.
+
+        Their workers have `environment` as well.
+        """
         ray = str(Path(sys.executable).with_name("ray"))
         for number, host in enumerate(self.hosts.values()):
             labels = f"wsync.io/host={host.name}" + (f",wsync.io/rack={host.rack}" if host.rack else "")
@@ -188,7 +193,11 @@ class EmulatedCluster:
             ]
             with (self.state / f"ray-{host.name}.log").open("wb") as log:
                 started = self.popen(
-                    host.name, [ray, "start", *place, *options], env=ray_environment(), stdout=log, stderr=log
+                    host.name,
+                    [ray, "start", *place, *options],
+                    env={**ray_environment(), **(environment or {})},
+                    stdout=log,
+                    stderr=log,
                 )
             self._raylets.append(started)
             if number == 0:

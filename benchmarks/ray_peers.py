@@ -127,12 +127,16 @@ class RayDriver:
         trainer: Any = ray.remote(**options)(GlooTrainer if self._way == "gloo" else Trainer)
         replica: Any = ray.remote(**options)(Replica)
         args = (self._layout, self._seed, num_threads, self._way)
-        self._trainer = trainer.remote(*args)
-        self._replicas = [replica.remote(*args) for _ in range(num_replicas)]
+        self._trainer = trainer.options(**self._place(0)).remote(*args)
+        self._replicas = [replica.options(**self._place(1 + n)).remote(*args) for n in range(num_replicas)]
         actors = [self._trainer, *self._replicas]
         ray.get([actor.ready.remote() for actor in actors])
         if self._way == "gloo":
             create_collective_group(actors, backend="gloo")
+
+    def _place(self, rank: int) -> dict[str, Any]:
+        """Options of the trainer's actor (rank 0) or a replica's that say where it runs."""
+        return {}
 
     def _init(self) -> None:
         folder = os.path.join(self._folder.name, "ray")

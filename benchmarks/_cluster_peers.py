@@ -1,0 +1,135 @@
+"""Other ways to bring a trainer's bytes to seven hosts, each in turns with wsync on the same links.
+
+Every way moves the same bytes into memory that the receivers have, new ones in every round, and every receiver's are
+compared. `direct`: every receiver takes all bytes from the trainer, over sockets. `torch_gloo_broadcast`: one tensor.
+`ray_object_store`, `rdt_nixl`: see `benchmarks.ray_peers`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from benchmarks._bench import Claim, Options, interleaved, median
+from benchmarks._cluster_remote import ROUNDS, Broadcast, Remote
+from benchmarks.emulated import EmulatedCluster, ray_environment
+
+ROOT = Path(__file__).resolve().parent.parent
+GOALS = {
+    "speedup_vs_direct": 5.0,
+    "speedup_vs_torch_gloo_broadcast": 2.0,
+    "speedup_vs_ray_object_store": 2.0,
+    "speedup_vs_rdt_nixl": 5.0,
+}
+NEEDS = {
+    "speedup_vs_torch_gloo_broadcast": ("torch",),
+    "speedup_vs_ray_object_store": ("ray", "torch"),
+    "speedup_vs_rdt_nixl": ("ray", "torch", "nixl_cu12|nixl_cu13"),
+}
+
+
+class Way(Protocol):
+    def last(self) -> float: ...
+    def stop(self) -> None: ...
+
+
+class PeerFailed(RuntimeError):
+    """What a peer did, so that wsync's own failures are not taken for it."""
+
+
+def speedups(
+    options: Options, cluster: EmulatedCluster, hosts: Sequence[str], nbytes: int, ours: Broadcast
+) -> Iterator[Claim]:
+    """wsync, which stays up, against each way that can run. The others are named on standard error, without numbers."""
+    has_ray: list[str] = []
+
+    def by_ray(way: str) -> RayWay:
+        if not has_ray:
+            cluster.start_ray(num_cpus=1, object_store_nbytes=2 * nbytes + (128 << 20), environment=RAY_ENVIRONMENT)
+            has_ray.append("started")
+        return RayWay(cluster, hosts, nbytes, way)
+
+    def by(kind: str, **variables: str) -> Broadcast:
+        return Broadcast(cluster, hosts, nbytes, kind=kind, **variables)
+
+    ways: dict[str, Callable[[], Way]] = {
+        "speedup_vs_direct": lambda: by("direct"),
+        "speedup_vs_torch_gloo_broadcast": lambda: by("gloo", GLOO_SOCKET_IFNAME="eth0"),
+        "speedup_vs_ray_object_store": lambda: by_ray("object_store"),
+        "speedup_vs_rdt_nixl": lambda: by_ray("nixl"),
+    }
+    for name, make in ways.items():
+        if not options.wants(name):
+            continue
+        try:
+            if missing := missing_packages(name):
+                raise PeerFailed(f"not installed: {missing}")
+            with running(make) as last:
+                took = interleaved({"ours": ours.last, "theirs": last}, rounds=ROUNDS)
+        except PeerFailed as exc:
+            sys.stderr.write(f"{name} is not measured: {exc}\n")
+            continue
+        total, theirs = median(took["ours"]), median(took["theirs"])
+        yield Claim.at_least(name, total, "s", theirs, theirs / total, GOALS[name])
+
+
+def missing_packages(name: str) -> str:
+    """What the peer needs and is not installed, by name; empty if it can run."""
+    missing = [
+        needed.replace("|", " or ")
+        for needed in NEEDS.get(name, ())
+        if all(importlib.util.find_spec(package) is None for package in needed.split("|"))
+    ]
+    return ", ".join(missing)
+
+
+@contextlib.contextmanager
+def running(make: Callable[[], Way]) -> Iterator[Callable[[], float]]:
+    """The peer's round, inside of which it is up; what goes wrong in it is raised as `PeerFailed`."""
+    try:
+        way = make()
+    except (RuntimeError, AssertionError) as exc:
+        raise PeerFailed(str(exc)) from exc
+
+    def last() -> float:
+        try:
+            return way.last()
+        except (RuntimeError, AssertionError) as exc:
+            raise PeerFailed(str(exc)) from exc
+
+    try:
+        yield last
+    finally:
+        way.stop()
+
+
+RAY_ENVIRONMENT = {
+    "PYTHONPATH": os.pathsep.join(
+        filter(None, (str(ROOT), str(ROOT / "benchmarks" / "nixl_alias"), os.environ.get("PYTHONPATH", "")))
+    ),
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "UCX_TLS": "tcp",  # the hosts share a kernel, and UCX would go by its memory
+    "UCX_NET_DEVICES": "eth0",
+}
+
+
+class RayWay:
+    """One of `benchmarks.ray_peers`, on the cluster's Ray."""
+
+    def __init__(self, cluster: EmulatedCluster, hosts: Sequence[str], nbytes: int, way: str) -> None:
+        first = hosts[0]
+        argv = [way, str(nbytes), cluster.ray_address, cluster.address(first), ",".join(hosts)]
+        environment = {**ray_environment(), **RAY_ENVIRONMENT}
+        self._driver = Remote(cluster, first, environment, "benchmarks._cluster_ray", *argv)
+        self._driver.call("join")
+
+    def last(self) -> float:
+        return float(self._driver.call("round"))
+
+    def stop(self) -> None:
+        self._driver.stop()
