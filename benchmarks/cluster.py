@@ -12,8 +12,10 @@ import sys
 from collections.abc import Iterator
 
 from benchmarks._bench import Claim, Options, main, median
+from benchmarks._cluster_degraded import RECOVERS, REPLANNED, degraded
 from benchmarks._cluster_peers import GOALS, speedups
 from benchmarks._cluster_remote import MIB, ROUNDS, Broadcast, bound_s, cluster_of
+from benchmarks._cluster_shards import SHARDED, sharded
 from benchmarks.emulated import EmulatedHost, EmulatedRack, why_not
 
 CHAIN, ENTERED, MIXED, RACKS = (
@@ -22,7 +24,7 @@ CHAIN, ENTERED, MIXED, RACKS = (
     "mixed_nics_vs_bound",
     "two_racks_vs_bound",
 )
-NAMES = (CHAIN, ENTERED, *GOALS, MIXED, RACKS)
+NAMES = (CHAIN, ENTERED, *GOALS, MIXED, RACKS, SHARDED, RECOVERS, REPLANNED)
 
 
 def chain(options: Options) -> Iterator[Claim]:
@@ -75,6 +77,10 @@ def measure(options: Options) -> Iterator[Claim]:
         yield from mixed(options)
     if options.wants(RACKS):
         yield from racks(options)
+    if options.wants(SHARDED):
+        yield from sharded(options)
+    if options.wants(RECOVERS, REPLANNED):
+        yield from degraded(options)
 
 
 if __name__ == "__main__":
