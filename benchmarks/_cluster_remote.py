@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from benchmarks._bench import Options
 from benchmarks.emulated import GBIT, EmulatedCluster, EmulatedHost, EmulatedRack
 
 MIB = 1 << 20
@@ -32,6 +33,11 @@ def cluster_of(hosts: Sequence[EmulatedHost], racks: Sequence[EmulatedRack] = ()
         EmulatedCluster(hosts, racks, state=Path(folder)) as cluster,
     ):
         yield cluster
+
+
+def nbytes_of(options: Options) -> int:
+    """Of a version, unless a claim needs more."""
+    return (32 if options.is_quick else 256) * MIB
 
 
 def bound_s(nbytes: int, gbit_per_s: float) -> float:
@@ -74,7 +80,7 @@ class Remote:
         return self.result()
 
     def stop(self) -> None:
-        """End the process; a memory that it had is free when this returns."""
+        """End the process; the memory that it had is free when this returns."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:

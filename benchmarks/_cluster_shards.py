@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from benchmarks._bench import Claim, Options, median
-from benchmarks._cluster_remote import MIB, ROUNDS, Job, Remote, bound_s, call_all, cluster_of
+from benchmarks._cluster_remote import ROUNDS, Job, Remote, bound_s, call_all, cluster_of, nbytes_of
 from benchmarks.emulated import EmulatedHost
 
 SHARDED = "sharded_4x4_vs_bound"
@@ -15,7 +15,7 @@ NUM_RANKS, NUM_WORKERS = 4, 2
 
 def sharded(options: Options) -> Iterator[Claim]:
     """Each receiving host needs all bytes once, and each of the trainer's hosts has half of them to send."""
-    nbytes = (32 if options.is_quick else 256) * MIB
+    nbytes = nbytes_of(options)
     with cluster_of([EmulatedHost(f"h{number}", 1.0) for number in range(5)]) as cluster:
         job = Job(cluster, "h0")
 

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from benchmarks._bench import Claim, Options, main, median
 from benchmarks._cluster_degraded import RECOVERS, REPLANNED, degraded
 from benchmarks._cluster_peers import GOALS, speedups
-from benchmarks._cluster_remote import MIB, ROUNDS, Broadcast, bound_s, cluster_of
+from benchmarks._cluster_remote import ROUNDS, Broadcast, bound_s, cluster_of, nbytes_of
 from benchmarks._cluster_shards import SHARDED, sharded
+from benchmarks._cluster_sim import simulated_s
 from benchmarks.emulated import EmulatedHost, EmulatedRack, why_not
 
 CHAIN, ENTERED, MIXED, RACKS = (
@@ -24,18 +25,20 @@ CHAIN, ENTERED, MIXED, RACKS = (
     "mixed_nics_vs_bound",
     "two_racks_vs_bound",
 )
-NAMES = (CHAIN, ENTERED, *GOALS, MIXED, RACKS, SHARDED, RECOVERS, REPLANNED)
+SIM = "sim_vs_emulated"
+NAMES = (CHAIN, ENTERED, *GOALS, MIXED, RACKS, SIM, SHARDED, RECOVERS, REPLANNED)
 
 
-def chain(options: Options) -> Iterator[Claim]:
+def chain(options: Options, ratios: list[float]) -> Iterator[Claim]:
     """One trainer to seven hosts at 1 Gbit/s."""
-    nbytes = (32 if options.is_quick else 256) * MIB
     names = [f"h{number}" for number in range(8)]
+    nbytes = nbytes_of(options)
     with cluster_of([EmulatedHost(name, 1.0) for name in names]) as cluster:
         broadcast = Broadcast(cluster, names, nbytes)
         broadcast.round()
-        if options.wants(CHAIN, ENTERED):
+        if options.wants(CHAIN, ENTERED, SIM):
             seconds, bound = median([broadcast.last() for _ in range(ROUNDS)]), bound_s(nbytes, 1.0)
+            ratios.append(simulated_s(cluster.topology(), names, nbytes) / seconds)
             yield Claim.at_most(CHAIN, seconds, "s", bound, seconds / bound, 1.06)
             entered = broadcast.entered()
             worst = max(entered[name] for name in names[1:]) / nbytes
@@ -43,40 +46,48 @@ def chain(options: Options) -> Iterator[Claim]:
         yield from speedups(options, cluster, names, nbytes, broadcast)
 
 
-def mixed(options: Options) -> Iterator[Claim]:
+def mixed(options: Options, ratios: list[float]) -> Iterator[Claim]:
     """Receivers at 1, 0.5 and 0.25 Gbit/s, each against its own floor."""
-    nbytes = (32 if options.is_quick else 128) * MIB
     rates = {"h1": 0.25, "h2": 1.0, "h3": 0.5}
+    names, nbytes = ["h0", *rates], nbytes_of(options)
     with cluster_of([EmulatedHost("h0", 1.0), *(EmulatedHost(name, rate) for name, rate in rates.items())]) as cluster:
-        broadcast = Broadcast(cluster, ["h0", *rates], nbytes)
+        broadcast = Broadcast(cluster, names, nbytes)
         broadcast.round()
         rounds = [broadcast.round() for _ in range(ROUNDS)]
-    ratios = {name: median([r[name] for r in rounds]) / bound_s(nbytes, rate) for name, rate in rates.items()}
-    worst = max(ratios, key=lambda name: ratios[name])
+        ratios.append(
+            simulated_s(cluster.topology(), names, nbytes) / median([max(times.values()) for times in rounds])
+        )
+    over = {name: median([times[name] for times in rounds]) / bound_s(nbytes, rate) for name, rate in rates.items()}
+    worst = max(over, key=lambda name: over[name])
     bound = bound_s(nbytes, rates[worst])
-    yield Claim.at_most(MIXED, ratios[worst] * bound, "s", bound, ratios[worst], 1.15)
+    yield Claim.at_most(MIXED, over[worst] * bound, "s", bound, over[worst], 1.15)
 
 
-def racks(options: Options) -> Iterator[Claim]:
+def racks(options: Options, ratios: list[float]) -> Iterator[Claim]:
     """Three hosts in each of two racks with an uplink of half a host's link."""
-    nbytes = (32 if options.is_quick else 128) * MIB
     hosts = [EmulatedHost(f"h{number}", 1.0, f"r{number % 2}") for number in range(6)]
+    names, nbytes = [host.name for host in hosts], nbytes_of(options)
     with cluster_of(hosts, [EmulatedRack("r0", 0.5), EmulatedRack("r1", 0.5)]) as cluster:
-        broadcast = Broadcast(cluster, [host.name for host in hosts], nbytes)
+        broadcast = Broadcast(cluster, names, nbytes)
         broadcast.round()
         seconds, bound = median([broadcast.last() for _ in range(ROUNDS)]), bound_s(nbytes, 0.5)
+        ratios.append(simulated_s(cluster.topology(), names, nbytes) / seconds)
     yield Claim.at_most(RACKS, seconds, "s", bound, seconds / bound, 1.15)
 
 
 def measure(options: Options) -> Iterator[Claim]:
     if reason := why_not():
         raise SystemExit(f"no emulated cluster: {reason}")
-    if options.wants(CHAIN, ENTERED, *GOALS):
-        yield from chain(options)
-    if options.wants(MIXED):
-        yield from mixed(options)
-    if options.wants(RACKS):
-        yield from racks(options)
+    ratios: list[float] = []
+    if options.wants(CHAIN, ENTERED, SIM, *GOALS):
+        yield from chain(options, ratios)
+    if options.wants(MIXED, SIM):
+        yield from mixed(options, ratios)
+    if options.wants(RACKS, SIM):
+        yield from racks(options, ratios)
+    if options.wants(SIM):
+        worst = max(ratios, key=lambda ratio: abs(ratio - 1))
+        yield Claim.at_most(SIM, worst, "x", 1.0, abs(worst - 1), 0.10)
     if options.wants(SHARDED):
         yield from sharded(options)
     if options.wants(RECOVERS, REPLANNED):

@@ -7,10 +7,12 @@ Everything here is computed for machines that are not there (`recipes/topologies
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
 from benchmarks._bench import Claim, Options, main, median
 from wsync.discovery.machines import Machines
@@ -20,9 +22,10 @@ from wsync.forecast import Job, placed
 from wsync.simulation import simulate_routing
 
 SIM_4096, SIM_NVL72, NVL72_SPEEDUP = "sim_4096_vs_bound", "sim_nvl72_vs_bound", "sim_nvl72_vs_one_pull_per_replica"
-PLAN_4096, SIM_PLAN = "plan_4096_s", "sim_vs_predicted"
-NAMES = (SIM_4096, SIM_NVL72, NVL72_SPEEDUP, SIM_PLAN, PLAN_4096)
-TOPOLOGIES = Path(__file__).parents[1] / "recipes" / "topologies"
+PLAN_4096, SIM_PLAN, LP = "plan_4096_s", "sim_vs_predicted", "planner_vs_lp"
+NAMES = (SIM_4096, SIM_NVL72, NVL72_SPEEDUP, SIM_PLAN, PLAN_4096, LP)
+ROOT = Path(__file__).parents[1]
+TOPOLOGIES = ROOT / "recipes" / "topologies"
 MIB = 1 << 20
 
 
@@ -61,6 +64,8 @@ def measure(options: Options) -> Iterator[Claim]:
     if ratios:
         worst = max(ratios, key=lambda ratio: abs(ratio - 1))
         yield Claim.reported(SIM_PLAN, worst, "x", 1.0, worst)
+    if options.wants(LP):
+        yield from planner_vs_lp(options)
 
 
 def claim(name: str, simulated_s: float, routing: Routing) -> Claim:
@@ -80,6 +85,32 @@ def plan_4096(options: Options) -> Claim:
         samples.append(time.perf_counter() - started)
     seconds = median(samples)
     return Claim.at_most(PLAN_4096, seconds, "s", 2.0, seconds / 2.0, 1.0)
+
+
+def planner_vs_lp(options: Options) -> Iterator[Claim]:
+    """The predicted time by the least time, worst of small topologies of the kinds that `tests/property` draws."""
+    sys.path.insert(0, str(ROOT / "tests" / "property"))
+    try:
+        drawn = importlib.import_module("test_route_bounds")
+        program = importlib.import_module("broadcast_lp")
+    except ModuleNotFoundError as exc:
+        sys.stderr.write(f"{LP} is not measured: {exc.name} is not installed; wsync[test] has what it needs\n")
+        return
+    finally:
+        sys.path.pop(0)
+    worst = (1.0, 1.0)
+    for number in range(30 if options.is_quick else 300):
+        random = Random(f"{options.seed}/{number}")
+        if random.random() < 0.7:
+            topology, nodes = drawn.hosts_in_racks(random, random.randint(2, 7))
+        else:
+            topology, nodes = drawn.devices_in_islands(random, random.randint(2, 3), 2, span=random.randint(1, 2))
+        fabric, lanes = Fabric(topology, nodes), drawn.some_lanes(random, nodes, to_all=True)
+        planned, least = route(fabric, lanes).predicted_s, program.least_time(fabric, lanes)
+        if planned * worst[1] > worst[0] * least:
+            worst = (planned, least)
+    planned, least = worst
+    yield Claim.at_most(LP, planned, "s", least, planned / least, 1.10)
 
 
 if __name__ == "__main__":
