@@ -114,6 +114,8 @@ class DirectMember(Member):
 class GlooMember(Member):
     """`torch.distributed.broadcast` of one tensor."""
 
+    num_parts = 1
+
     def join(self, rank: int, addresses: Sequence[str]) -> None:
         self._place = (rank, len(addresses), addresses[0])
         self._is_joined = False
@@ -139,15 +141,22 @@ class GlooMember(Member):
                 world_size=size,
                 timeout=timedelta(seconds=TIMEOUT_S),
             )
-            self._tensor = torch.from_numpy(self.whole)
+            self._parts = torch.from_numpy(self.whole).chunk(self.num_parts)
             self._is_joined = True
         dist.barrier()
         started = time.monotonic()
-        dist.broadcast(self._tensor, 0)
+        for work in [dist.broadcast(one, 0, async_op=True) for one in self._parts]:
+            work.wait()
         return started, time.monotonic()
 
 
-KINDS = {"wsync": WsyncMember, "direct": DirectMember, "gloo": GlooMember}
+class GlooPartsMember(GlooMember):
+    """The same of as many tensors as wsync has, all posted before the first is waited for."""
+
+    num_parts = NUM_TENSORS
+
+
+KINDS = {"wsync": WsyncMember, "direct": DirectMember, "gloo": GlooMember, "gloo_parts": GlooPartsMember}
 
 
 def serve(target: object) -> None:

@@ -1,8 +1,8 @@
 """Other ways to bring a trainer's bytes to seven hosts, each in turns with wsync on the same links.
 
 Every way moves the same bytes into memory that the receivers have, new ones in every round, and every receiver's are
-compared. `direct`: every receiver takes all bytes from the trainer, over sockets. `torch_gloo_broadcast`: one tensor.
-`ray_object_store`, `rdt_nixl`: see `benchmarks.ray_peers`.
+compared. `direct`: every receiver takes all bytes from the trainer, over sockets. `torch_gloo_broadcast`: as one tensor
+or as several, whichever is faster. `ray_object_store`, `rdt_nixl`: see `benchmarks.ray_peers`.
 """
 
 from __future__ import annotations
@@ -54,28 +54,36 @@ def speedups(
             has_ray.append("started")
         return RayWay(cluster, hosts, nbytes, way)
 
-    def by(kind: str, **variables: str) -> Broadcast:
-        return Broadcast(cluster, hosts, nbytes, kind=kind, **variables)
+    def by(kind: str) -> Broadcast:
+        return Broadcast(cluster, hosts, nbytes, kind=kind)
 
-    ways: dict[str, Callable[[], Way]] = {
-        "speedup_vs_direct": lambda: by("direct"),
-        "speedup_vs_torch_gloo_broadcast": lambda: by("gloo", GLOO_SOCKET_IFNAME="eth0"),
-        "speedup_vs_ray_object_store": lambda: by_ray("object_store"),
-        "speedup_vs_rdt_nixl": lambda: by_ray("nixl"),
+    ways: dict[str, tuple[Callable[[], Way], ...]] = {
+        "speedup_vs_direct": (lambda: by("direct"),),
+        "speedup_vs_torch_gloo_broadcast": (lambda: by("gloo"), lambda: by("gloo_parts")),
+        "speedup_vs_ray_object_store": (lambda: by_ray("object_store"),),
+        "speedup_vs_rdt_nixl": (lambda: by_ray("nixl"),),
     }
-    for name, make in ways.items():
+    for name, variants in ways.items():
         if not options.wants(name):
             continue
         try:
             if missing := missing_packages(name):
                 raise PeerFailed(f"not installed: {missing}")
-            with running(make) as last:
-                took = interleaved({"ours": ours.last, "theirs": last}, rounds=ROUNDS)
+            total, theirs = fastest(ours, variants)
         except PeerFailed as exc:
             sys.stderr.write(f"{name} is not measured: {exc}\n")
             continue
-        total, theirs = median(took["ours"]), median(took["theirs"])
         yield Claim.at_least(name, total, "s", theirs, theirs / total, GOALS[name])
+
+
+def fastest(ours: Broadcast, variants: Sequence[Callable[[], Way]]) -> tuple[float, float]:
+    """Seconds of wsync and of the peer, in the rounds of the peer's fastest variant."""
+    found = []
+    for make in variants:
+        with running(make) as last:
+            took = interleaved({"ours": ours.last, "theirs": last}, rounds=ROUNDS)
+        found.append((median(took["ours"]), median(took["theirs"])))
+    return min(found, key=lambda pair: pair[1])
 
 
 def missing_packages(name: str) -> str:

@@ -159,13 +159,11 @@ class Broadcast:
     In every round all bytes are new, and are compared at every replica by a digest.
     """
 
-    def __init__(
-        self, cluster: EmulatedCluster, hosts: Sequence[str], nbytes: int, *, kind: str = "wsync", **variables: str
-    ) -> None:
+    def __init__(self, cluster: EmulatedCluster, hosts: Sequence[str], nbytes: int, *, kind: str = "wsync") -> None:
         self.job = Job(cluster, hosts[0]) if kind == "wsync" else None
 
         def member(host: str) -> Remote:
-            environment = (self.job.environment(host) if self.job else dict(os.environ)) | variables
+            environment = self.job.environment(host) if self.job else os.environ | {"GLOO_SOCKET_IFNAME": "eth0"}
             return Remote(cluster, host, environment, CHILD, kind, str(nbytes))
 
         self._members = [member(host) for host in hosts]
