@@ -32,8 +32,10 @@ class Driver(RayDriver):
         self._addresses = (ray_address, own_address)
         self._hosts = hosts
 
-    def join(self) -> None:
+    def join(self) -> list[int]:
+        """The processes of the actors, once all are there."""
         self.start(len(self._hosts) - 1, 1)
+        return list(ray.get([actor.ready.remote() for actor in (self._trainer, *self._replicas)]))
 
     def _place(self, rank: int) -> dict[str, Any]:
         return {"label_selector": {"wsync.io/host": self._hosts[rank]}}

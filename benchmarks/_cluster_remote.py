@@ -159,6 +159,8 @@ class Broadcast:
     In every round all bytes are new, and are compared at every replica by a digest.
     """
 
+    spinning: Sequence[int] = ()
+
     def __init__(self, cluster: EmulatedCluster, hosts: Sequence[str], nbytes: int, *, kind: str = "wsync") -> None:
         self.job = Job(cluster, hosts[0]) if kind == "wsync" else None
 

@@ -37,8 +37,9 @@ class Member:
             for tensor in self.live:
                 ray.experimental.register_nixl_memory(tensor)
 
-    def ready(self) -> None:
-        """Return when the actor is there."""
+    def ready(self) -> int:
+        """The actor's process, once it is there."""
+        return os.getpid()
 
 
 class Trainer(Member):
