@@ -50,12 +50,12 @@ def speedups(
     options: Options, cluster: EmulatedCluster, hosts: Sequence[str], nbytes: int, ours: Broadcast
 ) -> Iterator[Claim]:
     """wsync, which stays up, against each way that can run. The others are named on standard error, without numbers."""
-    has_ray: list[str] = []
+    tried_ray: list[str] = []
 
     def by_ray(way: str) -> RayWay:
-        if not has_ray:
+        if not tried_ray:
+            tried_ray.append(way)
             cluster.start_ray(num_cpus=1, object_store_nbytes=2 * nbytes + (128 << 20), environment=RAY_ENVIRONMENT)
-            has_ray.append("started")
         return RayWay(cluster, hosts, nbytes, way)
 
     def by(kind: str) -> Broadcast:

@@ -135,7 +135,8 @@ class TimedLines:
     def __init__(self, stream: IO[str], path: Path) -> None:
         self._path = path
         self._lines: list[tuple[float, str]] = []
-        threading.Thread(target=self._read, args=(stream,), daemon=True).start()
+        self._thread = threading.Thread(target=self._read, args=(stream,), daemon=True)
+        self._thread.start()
 
     def _read(self, stream: IO[str]) -> None:
         with contextlib.suppress(ValueError, OSError), self._path.open("w") as copy:  # closed with the cluster
@@ -143,6 +144,10 @@ class TimedLines:
                 self._lines.append((time.monotonic(), line))
                 copy.write(f"{self._lines[-1][0]:.3f} {line}")
                 copy.flush()
+
+    def wait(self) -> None:
+        """Until the process has said all."""
+        self._thread.join()
 
     def text(self) -> str:
         return "".join(line for _, line in self._lines)

@@ -2,7 +2,21 @@
 
     python -m benchmarks.cluster [--quick] [--json FILE] [--only CLAIM,...]
 
-Hosts are network namespaces with shaped links (`benchmarks.emulated`), so this needs root; all bytes are real.
+Hosts are network namespaces with shaped links (`benchmarks.emulated`), so this needs root. All bytes are real, new in
+every round, and compared at every receiver; members are told the topology. 256 MiB (`--quick`: 32), and each figure is
+the median of three rounds, from the start of publish to the last commit unless it says otherwise.
+
+`chain_8x1gbit_vs_bound`: seven hosts at 1 Gbit/s. `bytes_into_host_over_needed`: of these, the one that got most.
+`speedup_vs_PEER`: seconds of the peer by seconds of wsync there, in turns (`benchmarks._cluster_peers`). A peer that
+cannot run is named on standard error, without a number.
+`mixed_nics_vs_bound`: hosts at 1, 0.5 and 0.25 Gbit/s, each until its own commit by its own link.
+`two_racks_vs_bound`: six hosts in two racks, by the uplink of half a host's rate.
+`sim_vs_emulated`: the simulator's seconds for these three cases by the measured ones, the worst; the ratio is how far
+that is from 1.
+`sharded_4x4_vs_bound`: four ranks of a sharded trainer on two hosts to three replicas of two workers.
+`degraded_path_recovers`: a link in a chain of six hosts drops to a tenth after a third of the time (768 MiB, `--quick`:
+128); the worst of the other replicas by its undisturbed time.
+`degraded_replanned_s`: from that drop until the coordinator says that the path is slow; not with `--quick`.
 """
 
 from __future__ import annotations
