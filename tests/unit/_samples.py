@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parents[3] / "shared" / "data" / "topology"
+SHARED = Path(__file__).parents[3] / "shared"
+FOLDER = SHARED / "data" / "topology"
 
 
 def sample(name: str) -> str:
@@ -14,4 +15,12 @@ def sample(name: str) -> str:
     path = FOLDER / name
     if not path.exists():
         pytest.skip(f"no sample {name}: the captured outputs are not part of the repository")
+    return path.read_text(encoding="utf-8")
+
+
+def facts(name: str) -> str:
+    """The text of the page of facts; without it the test is skipped."""
+    path = SHARED / "facts" / name
+    if not path.exists():
+        pytest.skip(f"no page {name}: the facts are not part of the repository")
     return path.read_text(encoding="utf-8")

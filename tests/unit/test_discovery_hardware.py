@@ -81,7 +81,7 @@ def test_names_are_of_one_row_and_pci_ids_of_one_chip() -> None:
     names = [name for row in SKUS for name in row.names]
     assert len(names) == len(set(names))
     shared = [row.sku for row in SKUS if row.pci_ids and identify(pci_id=row.pci_ids[0]) is not row]
-    assert shared == ["Trn1n", "Trn2u"]
+    assert shared == ["TPU-v2", "Trn1n", "Trn2u"]
 
 
 def test_instance_type_tells_chips_of_one_pci_id_apart() -> None:

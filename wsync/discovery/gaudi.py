@@ -23,8 +23,8 @@ from wsync.topology import Device, Domain, DomainKind, Host, Link, Source, Topol
 VENDOR = "1da3"
 QUERY = ("-Q", "index,module_id,bus_id,uuid,name,memory.total", "-f", "csv,noheader")
 AFFINITY = ("topo", "-c", "-N")
-ADD_IN_CARDS = frozenset({"1da3:1063"})
-"""In a PCIe slot, not on a baseboard: nothing says how or whether they are joined."""
+ADD_IN_CARDS = frozenset({"Gaudi3-PCIe"})
+"""In a PCIe slot, not on a baseboard: the tool does not say which of them a bridge joins."""
 
 _HINT = f"give the whole output of 'hl-smi {' '.join(QUERY)}'"
 _ROW = re.compile(r"(\d{1,3})\s+(\d+(?:-\d+)?(?:,\s*\d+(?:-\d+)?)*)\s+(\d{1,4}|N/A)")
@@ -68,7 +68,7 @@ def read_hl_smi(text: str, *, host_id: str, affinity: str = "", pci_ids: Mapping
         seen = Device.told(Source.SYSFS, device_id=read.device_id, host_id=host_id, pci_id=pci_id)
         device, more = described(read.joined(seen))
         devices.append(device)
-        rows.append(None if pci_id in ADD_IN_CARDS else identify(name=name, pci_id=pci_id))
+        rows.append(None if device.sku in ADD_IN_CARDS else identify(name=name, pci_id=pci_id))
         notes += more
     if not devices:
         return Topology()
