@@ -228,7 +228,7 @@ def test_a_mig_partition_has_no_way_to_its_peers() -> None:
     from wsync.discovery.hardware import described
 
     whole = Device(device_id="g", host_id="h", pci_id="10de:2330", name="NVIDIA H100 80GB HBM3")
-    part = msgspec.structs.replace(whole, device_id="g/mig0", partition_of="g", partition_mode="1g.10gb")
+    part = msgspec.structs.replace(whole, device_id="g/part0", partition_of="g", partition_mode="1g.10gb")
     lost = set(described(whole)[0].paths) - set(described(part)[0].paths)
     assert lost == {"cuda_ipc", "nvls"}
 

@@ -128,18 +128,18 @@ def test_trap_12_kfd_nodes_are_partitions(tmp_path: Path, location: str) -> None
     """Eight nodes of two GPUs in CPX mode: two packages of four, one hive, and links between packages only."""
     found = read(tmp_path, tree(gpus=2, partitions=4, dies=4, location=location, device_id=0x74A2, pci=False))
     packages = [one for one in found.devices if not one.partition_of]
-    assert [one.device_id for one in packages] == ["h/package0", "h/package1"]
+    assert [one.device_id for one in packages] == ["h/gpu0", "h/gpu1"]
     assert [one.pci for one in packages] == ["0000:0c:00.0", "0000:1c:00.0"]
     assert {one.index for one in packages} == {-1}
     parts = [one for one in found.devices if one.partition_of]
-    assert [(one.device_id, one.index) for one in parts] == [(f"h/gpu{i}", i) for i in range(8)]
-    assert [one.partition_of for one in parts] == ["h/package0"] * 4 + ["h/package1"] * 4
+    assert [(one.device_id, one.index) for one in parts] == [(f"h/gpu{i // 4}/part{i % 4}", i) for i in range(8)]
+    assert [one.partition_of for one in parts] == ["h/gpu0"] * 4 + ["h/gpu1"] * 4
     assert {(one.partition_mode, one.sku, one.num_links) for one in parts} == {("CPX", "MI308X", 0)}
     assert {one.memory_nbytes for one in parts} == {206141652992 // 4}
     assert {one.pci for one in parts[:4]} == {"0000:0c:00.0"}
-    assert [link.ends for link in found.links] == [{"h/package0", "h/package1"}]
+    assert [link.ends for link in found.links] == [{"h/gpu0", "h/gpu1"}]
     (hive,) = found.domains
-    assert hive.members == tuple(f"h/gpu{i}" for i in range(8))
+    assert hive.members == tuple(one.device_id for one in parts), "what a process can open"
     assert hive.nbytes_per_s == 0, "partitions share their GPU's links"
 
 
@@ -150,7 +150,37 @@ def test_trap_12_kfd_nodes_are_partitions(tmp_path: Path, location: str) -> None
 def test_partition_modes(tmp_path: Path, partitions: int, dies: int, told: str, mode: str) -> None:
     found = read(tmp_path, tree(gpus=1, partitions=partitions, dies=dies, location="above", mode=told))
     assert {one.partition_mode for one in found.devices if one.partition_of} == {mode}
-    assert device(found, "h/package0").memory_nbytes == 206141652992
+    assert device(found, "h/gpu0").memory_nbytes == 206141652992
+
+
+@pytest.mark.parametrize(
+    ("compute", "memory", "said"), [("SPX", "NPS1", "SPX/NPS1"), ("", "NPS4", "NPS4"), ("SPX", "UNKNOWN", "SPX")]
+)
+def test_the_mode_of_the_memory_is_told_with_that_of_the_dies(
+    tmp_path: Path, compute: str, memory: str, said: str
+) -> None:
+    files = tree(gpus=2, mode=compute)
+    for bus in ("0c", "1c"):
+        files[f"bus/pci/devices/0000:{bus}:00.0/current_memory_partition"] = f"{memory}\n"
+    found = read(tmp_path, files)
+    assert [(one.device_id, one.partition_mode) for one in found.devices] == [("h/gpu0", said), ("h/gpu1", said)]
+
+
+def test_gpus_in_different_modes_are_numbered_one_by_one_and_their_indexes_run_on(tmp_path: Path) -> None:
+    """HIP counts partitions: the third GPU's index is that of the sixth thing that can be opened."""
+    files = tree(gpus=3, partitions=4, dies=4)
+    for number in (2, 3, 4, 10, 11, 12):
+        files = {name: text for name, text in files.items() if not name.startswith(f"{NODES}/{number}/")}
+        files = {
+            name: text for name, text in files.items() if "_links/" not in name or f"node_to {number}\n" not in text
+        }
+    found = read(tmp_path, files)
+    assert [(one.device_id, one.index) for one in found.devices] == [
+        ("h/gpu0", 0),
+        ("h/gpu1", -1),
+        *((f"h/gpu1/part{i}", 1 + i) for i in range(4)),
+        ("h/gpu2", 5),
+    ]
 
 
 def test_whole_gpus_without_a_mode_have_none(tmp_path: Path) -> None:
@@ -247,8 +277,8 @@ def test_nodes_that_are_closed_to_a_container(tmp_path: Path, monkeypatch: pytes
     write(untold, tree(gpus=1, partitions=4, dies=4))
     close(told, 1, 2, 4)
     package, part = read_kfd(told, host_id="h").devices
-    assert (package.device_id, package.pci, package.memory_nbytes) == ("h/package0", "0000:0c:00.0", 206141652992)
-    assert (part.partition_of, part.partition_mode, part.pci) == ("h/package0", "CPX", "0000:0c:00.0")
+    assert (package.device_id, package.pci, package.memory_nbytes) == ("h/gpu0", "0000:0c:00.0", 206141652992)
+    assert (part.partition_of, part.partition_mode, part.pci) == ("h/gpu0", "CPX", "0000:0c:00.0")
     close(untold, 1, 2)
     assert {one.partition_mode for one in read_kfd(untold, host_id="h").devices} == {""}
 

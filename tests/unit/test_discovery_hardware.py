@@ -128,7 +128,7 @@ def test_the_table_adds_only_what_was_not_read_and_says_so() -> None:
 
 
 def test_a_partition_gets_no_size_of_the_whole() -> None:
-    read = Device.told(Source.DRIVER, device_id="h/gpu0/mig0", host_id="h", pci_id="10de:2330", partition_of="h/gpu0")
+    read = Device.told(Source.DRIVER, device_id="h/gpu0/part0", host_id="h", pci_id="10de:2330", partition_of="h/gpu0")
     device, notes = described(read)
     assert notes == ()
     assert (device.sku, device.memory_nbytes, device.memory_nbytes_per_s) == ("H100-SXM5", 0, 0)

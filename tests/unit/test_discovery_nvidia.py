@@ -185,7 +185,7 @@ def test_mig_partitions_are_devices_of_their_own_and_share_no_nvlink() -> None:
     topology = read([gpu(0, is_mig=True, mig_devices=parts, fabric=completed()), gpu(1)], pairs(2))
     assert topology.domains == ()
     part = topology.devices[3]
-    assert (part.device_id, part.partition_of, part.partition_mode) == ("h/gpu0/mig3", "h/gpu0", "3g.10gb")
+    assert (part.device_id, part.partition_of, part.partition_mode) == ("h/gpu0/part3", "h/gpu0", "3g.10gb")
     assert (part.memory_nbytes, part.sku, part.memory_nbytes_per_s) == (10 << 30, "H100-SXM5", 0)
     assert topology.devices[0].partition_mode == "mig"
 

@@ -113,7 +113,7 @@ def _device(gpu: Gpu, host_id: str) -> tuple[Device, list[str]]:
 def _partition(mig: MigDevice, whole: Device) -> tuple[Device, list[str]]:
     read = Device.told(
         Source.DRIVER,
-        device_id=f"{whole.device_id}/mig{mig.index}",
+        device_id=f"{whole.device_id}/part{mig.index}",
         host_id=whole.host_id,
         vendor=whole.vendor,
         name=mig.name,
