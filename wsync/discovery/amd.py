@@ -1,6 +1,7 @@
-"""AMD GPUs: from their kernel driver's tree in sysfs (`kfd`), else from `rocm-smi --showtopo`.
+"""AMD GPUs: from their kernel driver's tree in sysfs (`kfd`), else from `amdsmi`, else from `rocm-smi --showtopo`.
 
-The tree comes first because it needs no library and knows more; amdsmi is not asked, since it reads the same tree.
+The tree comes first because it needs no library and knows most; the library reads the same tree, with further sources
+beside it, and may be absent.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
 
+from wsync.discovery import amd_smi
 from wsync.discovery.hardware import identify
 from wsync.discovery.kfd import NODES, read_kfd
 from wsync.discovery.reading import built
@@ -82,16 +84,19 @@ def read_showtopo(text: str, *, host_id: str) -> Topology:
 
 
 def probe(host_id: str, *, sysfs: Path = SYSFS) -> Topology:
-    """The GPUs of this machine: from KFD, else from `rocm-smi`; nothing where there are none."""
+    """The GPUs of this machine: from KFD, else from `amdsmi`, else from `rocm-smi`; nothing where there are none."""
     if (sysfs / NODES).is_dir():
         return read_kfd(sysfs, host_id=host_id)
     known = [function for function in pci_functions(VENDOR, sysfs=sysfs) if identify(pci_id=function.pci_id)]
     if not known:
         return Topology()
+    told = amd_smi.probe(host_id)
+    if told is not None and told.devices:
+        return told
     tool = shutil.which("rocm-smi")
     if tool is None:
         raise ProbeError(
-            f"{known[0].address} is an AMD GPU, but there is neither {sysfs / NODES} nor rocm-smi",
+            f"{known[0].address} is an AMD GPU, but there is neither {sysfs / NODES} nor amdsmi nor rocm-smi",
             hint="load the amdgpu driver, or give the container /dev/kfd and /sys",
         )
     return read_showtopo(output_of(tool, "--showtopo"), host_id=host_id)
