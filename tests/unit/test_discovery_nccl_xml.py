@@ -152,6 +152,31 @@ def test_the_probe_reads_the_named_file_in_known_ids(monkeypatch: pytest.MonkeyP
     assert topology.devices[0].pci_id == "10de:2330"
 
 
+def test_of_devices_that_a_container_was_not_given_the_probe_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The last of the file's GPUs is the only one here, and its number is that of another one in the file."""
+    known = Topology(
+        hosts=(Host(host_id="h"),),
+        devices=(
+            Device(device_id="h/gpu0", host_id="h", pci="0004:00:00.0"),
+            Device(device_id="h/gpu0/part0", host_id="h", pci="0004:00:00.0", partition_of="h/gpu0"),
+        ),
+        nics=(Nic(nic_id="h/mlx5_0", host_id="h", pci="0103:00:00.0"),),
+    )
+    (tmp_path / "topo.xml").write_text(CLOUD)
+    monkeypatch.setenv("NCCL_TOPO_FILE", str(tmp_path / "topo.xml"))
+    topology = probe("h", known=known)
+    assert [(device.device_id, device.pci) for device in topology.devices] == [("h/gpu0", "0004:00:00.0")]
+    assert [nic.nic_id for nic in topology.nics] == ["h/mlx5_0"]
+    assert kinds(topology) == {"h/gpu0-h/mlx5_0": "PIX"}
+    assert topology.notes == (
+        "NCCL's file: no device or NIC of h is the one at 0001:00:00.0, 0003:00:00.0, 0104:00:00.0",
+    )
+    nothing = Topology(hosts=(Host(host_id="h"),))
+    assert probe("h", known=nothing) == read_nccl_xml(CLOUD, host_id="h"), "the file is all that there is"
+
+
 def test_the_probe_looks_where_nccl_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("NCCL_TOPO_FILE", raising=False)
     assert probe("h", root=tmp_path) == Topology()

@@ -167,7 +167,7 @@ def _gpus(amdsmi: _Library) -> list[_Gpu]:
 
 
 def _package(amdsmi: _Library, group: Sequence[_Gpu]) -> Package:
-    """A GPU of these nodes. Whether the memory that a partition tells is its own or all nobody says: it is not asked."""
+    """A GPU of these nodes. Partitions are not asked for memory: nobody says whether they tell their own or all."""
     first = group[0]
     pci = min(gpu.pci for gpu in group)
     asked = ("amdsmi_get_gpu_compute_partition", "amdsmi_get_gpu_memory_partition")

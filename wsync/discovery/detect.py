@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from wsync.discovery import (
 from wsync.discovery.hardware import described
 from wsync.discovery.pci import with_ids_of
 from wsync.errors import ConfigError, ProbeError
-from wsync.topology import Domain, Host, Topology
+from wsync.topology import Host, Topology
 
 Probe = Callable[[], Topology]
 
@@ -71,7 +70,7 @@ def detect(
     take("lpu", lambda: lpu.probe(host_id, sysfs=sysfs))
     metadata = _silent if is_offline else tpu.read_metadata
     take("tpu", lambda: tpu.probe(host_id, sysfs=sysfs, metadata=metadata))
-    take("NCCL's file", lambda: _seen(found, nccl_xml.probe(host_id, root=root)))
+    take("NCCL's file", lambda: nccl_xml.probe(host_id, known=found, root=root))
     if not is_offline:
         take("platform", lambda: platform.probe(host_id, root=root))
     take("slurm", lambda: slurm.probe(host_id))
@@ -85,42 +84,6 @@ def detect(
 
 def _silent(key: str) -> str | None:
     return None
-
-
-def _seen(known: Topology, told: Topology) -> Topology:
-    """What a file says of the whole machine, in the ids of `known`, as far as it is of what is known to be here.
-
-    A container is given some of the devices only, numbered anew. Where none is known of a kind (devices, NICs), or none
-    with its PCI address, the file is all that there is and stays whole.
-    """
-    wholes = tuple(device for device in known.devices if not device.partition_of)
-    at_devices, at_nics = Counter(d.pci for d in wholes if d.pci), Counter(n.pci for n in known.nics if n.pci)
-    same = {(nic.nic_id, nic.pci) for nic in known.nics}
-    listed = Counter(nic.pci for nic in told.nics)
-    devices = tuple(d for d in told.devices if not at_devices or at_devices[d.pci] == 1)
-    nics = tuple(
-        n for n in told.nics if not at_nics or (n.nic_id, n.pci) in same or at_nics[n.pci] == listed[n.pci] == 1
-    )
-    hidden = [d.pci for d in told.devices if d not in devices] + [n.pci or n.name for n in told.nics if n not in nics]
-    here = {*(device.device_id for device in devices), *(nic.nic_id for nic in nics)}
-    note = (
-        f"NCCL's file: no device or NIC of {told.hosts[0].host_id} is the one at {', '.join(hidden)}" if hidden else ""
-    )
-    told = msgspec.structs.replace(
-        told,
-        devices=devices,
-        nics=nics,
-        domains=_within(told.domains, here),
-        links=tuple(link for link in told.links if link.ends <= here),
-        notes=(*told.notes, *filter(None, (note,))),
-    )
-    return with_ids_of(Topology(hosts=known.hosts, devices=wholes, nics=known.nics), told)
-
-
-def _within(domains: tuple[Domain, ...], here: set[str]) -> tuple[Domain, ...]:
-    """The domains with those members only that are here; one alone is in no domain."""
-    less = [msgspec.structs.replace(d, members=tuple(m for m in d.members if m in here)) for d in domains]
-    return tuple(domain for domain in less if len(domain.members) > 1)
 
 
 def _named(found: Topology, host_id: str) -> Topology:

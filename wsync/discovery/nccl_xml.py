@@ -17,7 +17,7 @@ import msgspec
 
 from wsync.discovery.hardware import identify_nic
 from wsync.discovery.nvlink import islands
-from wsync.discovery.pci import Place, address, distance, with_ids_of
+from wsync.discovery.pci import Place, address, as_seen, distance
 from wsync.discovery.reading import built
 from wsync.errors import ProbeError
 from wsync.topology import Device, Domain, DomainKind, Host, Link, Nic, NicKind, Source, Topology
@@ -46,7 +46,11 @@ class _Found(msgspec.Struct):
 
 
 def probe(host_id: str, *, known: Topology | None = None, root: Path = Path("/")) -> Topology:
-    """What the file that NCCL would read says, in the ids of `known` (what drivers and sysfs told of this host)."""
+    """What the file that NCCL would read says.
+
+    With `known`, what drivers and sysfs told of this host, it is in their ids and of what is here alone: the file is of
+    the whole machine, and a container may have been given some of it.
+    """
     named = os.environ.get("NCCL_TOPO_FILE", "")
     path = Path(named) if named else root / DEFAULT_FILE
     if not named and not path.exists():
@@ -56,7 +60,7 @@ def probe(host_id: str, *, known: Topology | None = None, root: Path = Path("/")
     except (OSError, UnicodeDecodeError) as exc:
         raise ProbeError(f"{path} cannot be read: {exc}", hint="set NCCL_TOPO_FILE to a file, or unset it") from exc
     found = read_nccl_xml(text, host_id=host_id)
-    return found if known is None else with_ids_of(known, found)
+    return found if known is None else as_seen(known, found, what="NCCL's file")
 
 
 def read_nccl_xml(text: str, *, host_id: str) -> Topology:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import msgspec
 
 from wsync.discovery.reading import text_of
 from wsync.errors import ProbeError
-from wsync.topology import Device, Nic, Topology
+from wsync.topology import Device, Domain, Nic, Topology
 
 _ADDRESS = re.compile(r"(?:([0-9a-f]{1,8}):)?([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])")
 _ROOT = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}")
@@ -102,6 +103,40 @@ def with_ids_of(known: Topology, found: Topology) -> Topology:
         ),
         links=tuple(msgspec.structs.replace(x, a=ids[x.a], b=ids[x.b]) for x in found.links),
     )
+
+
+def as_seen(known: Topology, told: Topology, *, what: str) -> Topology:
+    """What a file (`what`) says of a whole machine, in the ids of `known`, as far as it is of what is known to be here.
+
+    A container is given some of the devices only, numbered anew. Where none is known of a kind (devices, NICs), the
+    file is all that there is of it and stays whole. What is left out is noted.
+    """
+    wholes = tuple(device for device in known.devices if not device.partition_of)
+    at_devices, at_nics = Counter(d.pci for d in wholes if d.pci), Counter(n.pci for n in known.nics if n.pci)
+    same = {(nic.nic_id, nic.pci) for nic in known.nics}
+    listed = Counter(nic.pci for nic in told.nics)
+    devices = tuple(d for d in told.devices if not at_devices or at_devices[d.pci] == 1)
+    nics = tuple(
+        n for n in told.nics if not at_nics or (n.nic_id, n.pci) in same or at_nics[n.pci] == listed[n.pci] == 1
+    )
+    hidden = [d.pci for d in told.devices if d not in devices] + [n.pci or n.name for n in told.nics if n not in nics]
+    here = {*(device.device_id for device in devices), *(nic.nic_id for nic in nics)}
+    note = f"{what}: no device or NIC of {told.hosts[0].host_id} is the one at {', '.join(hidden)}" if hidden else ""
+    told = msgspec.structs.replace(
+        told,
+        devices=devices,
+        nics=nics,
+        domains=_within(told.domains, here),
+        links=tuple(link for link in told.links if link.ends <= here),
+        notes=(*told.notes, *filter(None, (note,))),
+    )
+    return with_ids_of(Topology(hosts=known.hosts, devices=wholes, nics=known.nics), told)
+
+
+def _within(domains: tuple[Domain, ...], here: set[str]) -> tuple[Domain, ...]:
+    """The domains with those members only that are here; one alone is in no domain."""
+    less = [msgspec.structs.replace(d, members=tuple(m for m in d.members if m in here)) for d in domains]
+    return tuple(domain for domain in less if len(domain.members) > 1)
 
 
 def _is_function(part: str) -> bool:
