@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from _nvml_library import NvmlLibrary
 from _sysfs import Sysfs, port
+from test_discovery_hwloc import machine as hwloc_machine
 from test_discovery_nvidia import gpu, pairs
 
 from wsync.discovery.detect import detect
@@ -49,7 +50,7 @@ def hgx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sysfs:
     sysfs.write("proc/meminfo", "MemTotal:       2113192960 kB")
     NvmlLibrary([gpu(0), gpu(1, numa_nodes=(1,))], pairs(2)).install(monkeypatch)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    for name in [name for name in os.environ if name.startswith(("TPU_", "SLURM_", "NCCL_"))]:
+    for name in [name for name in os.environ if name.startswith(("TPU_", "SLURM_", "NCCL_", "HWLOC_"))]:
         monkeypatch.delenv(name)
     return sysfs
 
@@ -136,6 +137,28 @@ def test_a_file_of_the_whole_machine_says_nothing_of_what_a_container_was_not_gi
     assert topology.notes == (
         "NCCL's file: no device or NIC of h is the one at 0000:16:00.0, 0000:17:00.0, 0000:50:00.0, eth9",
     )
+
+
+def test_a_file_of_hwloc_tells_distances_where_sysfs_has_no_tree(hgx: Sysfs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The container's sysfs shows no PCI device; the file is of the whole machine, of four GPUs."""
+    for name in ("bus", "class"):
+        (hgx.root / "sys" / name).rename(hgx.root / f"hidden-{name}")
+    monkeypatch.setenv("HWLOC_XMLFILE", str(hgx.root / "machine.xml"))
+    hgx.write("machine.xml", hwloc_machine((0x16, 0x17, 0x18, 0x19), "mlx5_{}"))
+    topology = detect("h", root=hgx.root)
+    assert topology.hosts[0].num_numa_nodes == 2
+    assert [(device.device_id, device.pci) for device in topology.devices] == [
+        ("h/gpu0", "0000:18:00.0"),
+        ("h/gpu1", "0000:19:00.0"),
+    ]
+    assert [nic.name for nic in topology.nics] == ["mlx5_0", "mlx5_1", "mlx5_2", "mlx5_3"]
+    kinds = {tuple(sorted(link.ends)): link.kind for link in topology.links}
+    assert (kinds["h/gpu0", "h/mlx5_2"], kinds["h/gpu0", "h/mlx5_0"]) == ("PIX", "SYS")
+    assert kinds["h/gpu0", "h/gpu1"] == "NV18"
+    assert len([link for link in topology.links if link.ends == {"h/gpu0", "h/gpu1"}]) == 1
+    assert topology.notes[-1] == "hwloc's file: no device or NIC of h is the one at 0000:16:00.0, 0000:17:00.0"
+    monkeypatch.setenv("HWLOC_XMLFILE", str(hgx.root / "none.xml"))
+    assert detect("h", root=hgx.root).notes[-1].startswith("hwloc's file: ")
 
 
 def test_a_driver_that_cannot_be_asked_is_noted_and_its_tool_is_asked(

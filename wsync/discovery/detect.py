@@ -11,6 +11,7 @@ from wsync.discovery import (
     amd,
     gaudi,
     host,
+    hwloc,
     kubernetes,
     lpu,
     nccl_xml,
@@ -71,6 +72,7 @@ def detect(
     metadata = _silent if is_offline else tpu.read_metadata
     take("tpu", lambda: tpu.probe(host_id, sysfs=sysfs, metadata=metadata))
     take("NCCL's file", lambda: nccl_xml.probe(host_id, known=found, root=root))
+    take("hwloc's file", lambda: hwloc.probe(host_id, known=found))
     if not is_offline:
         take("platform", lambda: platform.probe(host_id, root=root))
     take("slurm", lambda: slurm.probe(host_id))
