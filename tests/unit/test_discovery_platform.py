@@ -631,7 +631,10 @@ def test_sample_resource_slices_of_gpus(name: str, sku: str, nodes: list[int]) -
     text = json.dumps(yaml.safe_load(sample(f"k8s-resourceslice-{name}.yaml")), default=str)
     topology = read_resource_slices(text)
     assert {device.name for device in topology.devices} == {sku}
+    assert {device.sku for device in topology.devices} == {sku.removeprefix("NVIDIA ")}
+    assert all(device.paths and device.link_nbytes_per_s for device in topology.devices)
     assert [device.numa_node for device in topology.devices] == nodes
+    assert topology.notes == ()
 
 
 @pytest.mark.parametrize(

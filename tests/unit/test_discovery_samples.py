@@ -72,7 +72,7 @@ CHECKS = {
 INDEX = "INDEX.tsv"
 
 
-def tests_of(module: str) -> set[str]:
+def known_in(module: str) -> set[str]:
     tree = ast.parse((TESTS / f"test_discovery_{module}.py").read_text())
     return {one.name for one in tree.body if isinstance(one, ast.FunctionDef) and one.name.startswith("test_")}
 
@@ -80,7 +80,7 @@ def tests_of(module: str) -> set[str]:
 def test_every_sample_has_its_test() -> None:
     for name, check in CHECKS.items():
         module, _, test = check.partition(":")
-        assert test in tests_of(module), f"{name}: {check}"
+        assert test in known_in(module), f"{name}: {check}"
     if not FOLDER.is_dir():
         pytest.skip("the captured outputs are not part of the repository")
     assert {path.name for path in FOLDER.iterdir()} - {INDEX} == set(CHECKS)
@@ -88,7 +88,7 @@ def test_every_sample_has_its_test() -> None:
 
 def test_every_trap_has_its_test() -> None:
     modules = [path.stem.removeprefix("test_discovery_") for path in TESTS.glob("test_discovery_*.py")]
-    tested = {found[1] for name in modules for test in tests_of(name) if (found := re.match(r"test_trap_(\d\d)", test))}
+    tested = {found[1] for name in modules for test in known_in(name) if (found := re.match(r"test_trap_(\d\d)", test))}
     listed = re.findall(r"^(\d+)\. ", facts("topology.md").partition("### 2.4")[2].partition("---")[0], re.MULTILINE)
     assert len(listed) == 16
     assert {f"{int(number):02}" for number in listed} == tested

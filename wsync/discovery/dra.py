@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from wsync.discovery.hardware import grace_numa_node
+from wsync.discovery.hardware import described, grace_numa_node
 from wsync.discovery.kubernetes import items_of
 from wsync.discovery.pci import address
 from wsync.discovery.reading import built, decoded
@@ -72,7 +72,9 @@ def read_resource_slices(text: str, *, host_ids: Mapping[str, str] | None = None
         for entry in spec.devices:
             traits = entry.basic or entry
             if spec.driver == "gpu.nvidia.com" and traits.text("type") == "gpu":
-                devices.append(_gpu(entry.name, traits, host_id))
+                device, more = described(_gpu(entry.name, traits, host_id))
+                devices.append(device)
+                notes += more
             elif spec.driver == "dra.net" and (nic := _nic(traits, host_id)):
                 nics.append(nic)
             elif spec.driver != "dra.net":
