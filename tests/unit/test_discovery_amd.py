@@ -474,7 +474,9 @@ def test_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "rocm-smi",
         f'test "$*" = --showtopo && while read -r l; do echo "$l"; done < {tmp_path}/out.txt',
     )
-    assert len(probe("h", sysfs=tmp_path / "pci").devices) == 2
+    assert [one.pci_id for one in probe("h", sysfs=tmp_path / "pci").devices] == ["1002:74a1"] * 2
+    (tmp_path / "out.txt").write_text(showtopo(mesh(4)))
+    assert {one.pci_id for one in probe("h", sysfs=tmp_path / "pci").devices} == {""}, "these are partitions"
     tool(tmp_path / "bin", "rocm-smi", "echo no permission >&2; exit 3")
     with pytest.raises(ProbeError, match="status 3: no permission"):
         probe("h", sysfs=tmp_path / "pci")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wsync.discovery.nvidia_smi import probe, read_fabrics, read_topo
+from wsync.discovery.nvidia_smi import probe, read_fabrics, read_identities, read_topo
 from wsync.discovery.nvlink import Fabric
 from wsync.errors import ProbeError
 from wsync.topology import Topology
@@ -247,18 +247,59 @@ def test_fabrics_that_are_not_of_these_gpus_are_refused() -> None:
         read_topo(matrix(square(["GPU0", "GPU1"], "NV18")), host_id="h", fabrics=read_fabrics(fabric()))
 
 
+QUERY = """\
+
+==============NVSMI LOG==============
+
+Attached GPUs                             : 2
+GPU 00000000:18:00.0
+    Product Name                          : NVIDIA H100 80GB HBM3
+    Product Brand                         : NVIDIA
+    GPU UUID                              : GPU-31a5ce5c-3df1-8821-cc7d-8488c05f755c
+    PCI
+        Bus                               : 0x18
+        Device Id                         : 0x233010DE
+        Bus Id                            : 00000000:18:00.0
+        Sub System Id                     : 0x16C110DE
+
+GPU 00000000:2A:00.0
+    Product Name                          : N/A
+    PCI
+        Device Id                         : 0x290110DE
+"""
+
+
+def test_the_query_tells_what_the_gpus_are() -> None:
+    text = matrix(square(["GPU0", "GPU1"], "NV18"))
+    topology = read_topo(text, host_id="h", identities=read_identities(QUERY))
+    first, second = topology.devices
+    assert (first.pci, first.pci_id, first.name) == ("0000:18:00.0", "10de:2330", "NVIDIA H100 80GB HBM3")
+    assert (first.sku, first.uuid) == ("H100-SXM5", "GPU-31a5ce5c-3df1-8821-cc7d-8488c05f755c")
+    assert first.paths
+    assert (second.pci, second.sku, second.name) == ("0000:2a:00.0", "B200-SXM", "")
+    assert topology.notes == ()
+    assert read_identities("no GPUs") == ()
+
+
+def test_identities_that_are_not_of_these_gpus_are_refused() -> None:
+    with pytest.raises(ProbeError, match="3 GPUs in 'topo -m' and 2 in '-q'"):
+        read_topo(matrix(square(["GPU0", "GPU1", "GPU2"], "NV18")), host_id="h", identities=read_identities(QUERY))
+
+
 def test_the_probe_asks_the_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert probe("h") == Topology()
     (tmp_path / "topo").write_text(matrix(square(["GPU0", "GPU1"], "NV18")))
-    (tmp_path / "query").write_text(fabric() * 2)
+    (tmp_path / "query").write_text("".join(f"GPU 00000000:{bus}:00.0\n{fabric()}" for bus in ("18", "2A")))
     tool = tmp_path / "nvidia-smi"
     tool.write_text(
         f'#!/bin/sh\ncase "$*" in "topo -m") f={tmp_path}/topo;; -q) f={tmp_path}/query;; *) exit 3;; esac\n'
         'while IFS= read -r line; do printf "%s\\n" "$line"; done < $f\n'
     )
     tool.chmod(0o755)
-    assert [domain.domain_id for domain in probe("h").domains] == [f"{UUID}.32766"]
+    found = probe("h")
+    assert [domain.domain_id for domain in found.domains] == [f"{UUID}.32766"]
+    assert [device.pci for device in found.devices] == ["0000:18:00.0", "0000:2a:00.0"]
     tool.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed' >&2\nexit 9\n")
     with pytest.raises(ProbeError, match="NVIDIA-SMI has failed"):
         probe("h")

@@ -16,7 +16,7 @@ from wsync.discovery import amd_smi
 from wsync.discovery.hardware import identify
 from wsync.discovery.kfd import NODES, read_kfd
 from wsync.discovery.reading import built
-from wsync.discovery.sources import SYSFS, output_of, pci_functions
+from wsync.discovery.sources import SYSFS, PciFunction, output_of, pci_functions
 from wsync.errors import ProbeError
 from wsync.topology import Device, Domain, DomainKind, Host, Link, Source, Topology
 
@@ -99,7 +99,20 @@ def probe(host_id: str, *, sysfs: Path = SYSFS) -> Topology:
             f"{known[0].address} is an AMD GPU, but there is neither {sysfs / NODES} nor amdsmi nor rocm-smi",
             hint="load the amdgpu driver, or give the container /dev/kfd and /sys",
         )
-    return read_showtopo(output_of(tool, "--showtopo"), host_id=host_id)
+    return _identified(read_showtopo(output_of(tool, "--showtopo"), host_id=host_id), known)
+
+
+def _identified(told: Topology, functions: Sequence[PciFunction]) -> Topology:
+    """With the PCI id that all GPUs of the bus have: the tool names neither that nor which is at which address.
+
+    Left as it is where they have several, or where the tool tells of partitions.
+    """
+    ids = {function.pci_id for function in functions}
+    if len(ids) > 1 or len(functions) != len(told.devices):
+        return told
+    (pci_id,) = ids
+    seen = [Device.told(Source.SYSFS, device_id=d.device_id, host_id=d.host_id, pci_id=pci_id) for d in told.devices]
+    return told.joined(Topology(hosts=told.hosts, devices=tuple(seen)))
 
 
 def _sections(text: str) -> dict[str, list[str]]:

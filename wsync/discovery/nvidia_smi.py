@@ -1,4 +1,4 @@
-"""NVIDIA GPUs and NICs from the text of `nvidia-smi`: the matrix of `topo -m`, and the fabric blocks of `-q`.
+"""NVIDIA GPUs and NICs from the text of `nvidia-smi`: the matrix of `topo -m`, and identities and fabrics of `-q`.
 
 For hosts and captures where NVML itself cannot be asked (`nvidia`), which tells more. The matrix is believed whole or
 not at all: a cell that is none, a row that is short or two halves that differ are a ProbeError.
@@ -10,7 +10,11 @@ import re
 import shutil
 from collections.abc import Sequence
 
+import msgspec
+
+from wsync.discovery.hardware import described
 from wsync.discovery.nvlink import FABRIC_STATES, Fabric, nvlink_domains
+from wsync.discovery.pci import address
 from wsync.discovery.reading import built
 from wsync.discovery.sources import output_of
 from wsync.errors import ProbeError
@@ -24,6 +28,20 @@ AFFINITIES = ("CPU Affinity", "NUMA Affinity", "GPU NUMA ID")
 LEGEND = re.compile(r"^\s*(NIC[0-9]{1,4}):\s*(\S+)\s*$", re.MULTILINE)
 FABRIC_FIELDS = {"state": "state", "status": "status", "cliqueid": "clique", "clusteruuid": "uuid"}
 UNKNOWN = ("", "n/a")
+SECTION = re.compile(r"^GPU ([0-9A-Fa-f]{8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7])[ \t]*$", re.MULTILINE)
+"""The head of what `-q` says of one GPU."""
+DEVICE_ID = re.compile(r"0x([0-9A-Fa-f]{4})(10DE)")
+"""Device and vendor in one number."""
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """What `nvidia-smi -q` says that a GPU is."""
+
+    pci: str
+    pci_id: str = ""
+    name: str = ""
+    uuid: str = ""
+
 
 _HINT = "give the whole, unwrapped output of the tool"
 
@@ -33,13 +51,17 @@ def probe(host_id: str) -> Topology:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return Topology()
-    return read_topo(output_of(tool, "topo", "-m"), host_id=host_id, fabrics=read_fabrics(output_of(tool, "-q")))
+    matrix, query = output_of(tool, "topo", "-m"), output_of(tool, "-q")
+    return read_topo(matrix, host_id=host_id, fabrics=read_fabrics(query), identities=read_identities(query))
 
 
-def read_topo(text: str, *, host_id: str, fabrics: Sequence[Fabric] = ()) -> Topology:
+def read_topo(
+    text: str, *, host_id: str, fabrics: Sequence[Fabric] = (), identities: Sequence[Identity] = ()
+) -> Topology:
     """GPUs, NICs, their links and NVLink islands from the text of `nvidia-smi topo -m`.
 
-    `fabrics` has what each GPU says of its fabric, in order (`read_fabrics`); without them islands end at the host.
+    `fabrics` and `identities` have what each GPU says of its fabric and of itself, in order (`read_fabrics`,
+    `read_identities`); without fabrics islands end at the host.
     Where the matrix shows all NICs equally far from GPUs of different NUMA nodes, as it does in GB200 trays, these
     cells say nothing and are left out.
     """
@@ -58,8 +80,13 @@ def read_topo(text: str, *, host_id: str, fabrics: Sequence[Fabric] = ()) -> Top
         if (match := GPU.fullmatch(name))
     }
     nics = {name: _nic(host_id, legend.get(name, name)) for name in names if name not in devices}
-    if fabrics and len(fabrics) != len(devices):
-        raise ProbeError(f"{host_id} has {len(devices)} GPUs in 'topo -m' and {len(fabrics)} in '-q'", hint=_HINT)
+    for told in (fabrics, identities):
+        if told and len(told) != len(devices):
+            raise ProbeError(f"{host_id} has {len(devices)} GPUs in 'topo -m' and {len(told)} in '-q'", hint=_HINT)
+    known_by: list[str] = []
+    for name, identity in zip(list(devices), identities, strict=False):
+        devices[name], said = _identified(devices[name], identity)
+        known_by += said
     nameless = [name for name in nics if name.startswith("NIC") and name not in legend]
     notes = [f"{host_id}/{name}: the NIC legend does not name it" for name in nameless]
     is_blind = _is_blind(devices, nics, cells, names)
@@ -86,8 +113,33 @@ def read_topo(text: str, *, host_id: str, fabrics: Sequence[Fabric] = ()) -> Top
         nics=tuple(nics.values()),
         domains=domains,
         links=tuple(links),
-        notes=(*notes, *more),
+        notes=(*known_by, *notes, *more),
     )
+
+
+def read_identities(text: str) -> tuple[Identity, ...]:
+    """What each GPU is, in order, from the text of `nvidia-smi -q`; empty if it has no sections of GPUs."""
+    parts = SECTION.split(ANSI.sub("", text))
+    return tuple(_identity(pci, section) for pci, section in zip(parts[1::2], parts[2::2], strict=True))
+
+
+def _identity(pci: str, section: str) -> Identity:
+    said = dict(re.findall(r"^\s*(Product Name|GPU UUID|Device Id)\s*:[ \t]*(.*?)\s*$", section, re.MULTILINE))
+    said = {name: "" if value.lower() in UNKNOWN else value for name, value in said.items()}
+    numbers = DEVICE_ID.fullmatch(said.get("Device Id", ""))
+    return Identity(
+        pci=address(pci),
+        pci_id=f"{numbers[2]}:{numbers[1]}".lower() if numbers else "",
+        name=said.get("Product Name", ""),
+        uuid=said.get("GPU UUID", ""),
+    )
+
+
+def _identified(device: Device, identity: Identity) -> tuple[Device, tuple[str, ...]]:
+    told = Device.told(
+        Source.DRIVER, device_id=device.device_id, host_id=device.host_id, **msgspec.structs.asdict(identity)
+    )
+    return described(device.joined(told))
 
 
 def read_fabrics(text: str) -> tuple[Fabric, ...]:
