@@ -375,6 +375,9 @@ _V5E = Sku(
     remarks=("2D torus", _SLICE),
     verified=_v("pci_ids memory_nbytes memory_nbytes_per_s scale_up num_links scale_up_nbytes_per_s"),
 )
+# PCI ids: JAX's hardware_utils, where v2 and v3 have one. Memory and pods: docs.cloud.google.com/tpu/docs/v2, v3, v4.
+# Of links these pages say nothing: v3 is from the book of JAX's authors on scaling, v2 and v4 from notes on papers of
+# Google; and so is the memory of v2.
 _V4 = msgspec.structs.replace(
     _V5E,
     sku="TPU-v4",
@@ -569,6 +572,7 @@ _GAUDI3 = msgspec.structs.replace(
 _GAUDIS = (
     _GAUDI2,
     _GAUDI3,
+    # PCI id: Intel's driver. Four cards with six links between each two: its library HCL, HLS3PCIE.
     msgspec.structs.replace(
         _GAUDI3,
         sku="Gaudi3-PCIe",
