@@ -10,6 +10,7 @@ import pytest
 from wsync.engine.channel import Channel
 from wsync.engine.membership import HolderRecord, View
 from wsync.engine.planner import Planner
+from wsync.engine.progress import HopWatch
 from wsync.engine.protocol import (
     Abort,
     Announce,
@@ -27,7 +28,6 @@ from wsync.engine.protocol import (
     TrainerReport,
 )
 from wsync.errors import ChannelError, StaleView
-from wsync.events import PathDegraded
 from wsync.manifest import Manifest, TensorSpec
 from wsync.status import HolderPhase, ReplicaPhase, VersionPhase
 from wsync.topology import Host, Nic, NicKind, Topology
@@ -228,14 +228,15 @@ class Flow(Scene):
         self.channel.announce("T", message)
         self.channel.sealed("T", 1, UID, tuple(range(256)))
         self.reconcile()
+        self.watch = HopWatch()
         self.parents = {to: names[0] for to, names in self.pulls().items()}
         self.chunks = dict.fromkeys(hosts, 0.0)
         self.came: dict[str, dict[str, int]] = {host: {} for host in hosts}
 
-    def step(self, slow: dict[str, float]) -> list[PathDegraded]:
+    def step(self, slow: dict[str, float]) -> list[tuple[str, str, float, float]]:
         """`slow` maps receivers to what they get; all others get as much as their parent has, at most 30 chunks."""
         self.now += 0.25
-        found: list[PathDegraded] = []
+        found: list[tuple[str, str, float, float]] = []
         for host, parent in self.parents.items():
             there = 256.0 if parent == "T" else self.chunks[parent]
             num = max(0.0, min(slow.get(host, 30.0), there - self.chunks[host]))
@@ -243,7 +244,13 @@ class Flow(Scene):
             came = self.came[host]
             came[parent] = came.get(parent, 0) + int(num * (1 << 20))
             report = Progress("policy", 1, UID, int(self.chunks[host]), dict(came))
-            found += self.channel.progress(host, report, self.now)
+            part = self.channel.progress(host, report)
+            assert part is not None
+            expected = {source: self.planner.expected(source, host) for source in part.ahead}
+            for rate in self.watch.report(host, [part], self.now, expected):
+                self.planner.seen(rate.source, host, rate.nbytes_per_s)
+                if self.watch.is_slow(host, rate, expected[rate.source]):
+                    found.append((rate.source, host, rate.nbytes_per_s, expected[rate.source]))
         return found
 
 
@@ -253,9 +260,9 @@ def test_a_hop_far_below_its_prediction_is_named_and_nobody_behind_it() -> None:
     for _ in range(3):
         assert flow.step({}) == []
     found = [hop for _ in range(5) for hop in flow.step({"B": 3.0})]
-    assert {(hop.source, hop.receiver) for hop in found} == {("A", "B")}, "C and D only wait for B"
-    assert found[0].nbytes_per_s == pytest.approx(4 * 3 * (1 << 20))
-    assert found[0].expected_nbytes_per_s == pytest.approx(125e6, rel=0.01)
+    assert {hop[:2] for hop in found} == {("A", "B")}, "C and D only wait for B"
+    assert found[0][2] == pytest.approx(4 * 3 * (1 << 20))
+    assert found[0][3] == pytest.approx(125e6, rel=0.01)
 
 
 def test_routes_avoid_a_slow_hop_and_the_others_go_on_without_it() -> None:
@@ -263,7 +270,7 @@ def test_routes_avoid_a_slow_hop_and_the_others_go_on_without_it() -> None:
     for _ in range(3):
         flow.step({})
     found = [hop for _ in range(5) for hop in flow.step({"B": 3.0})]
-    flow.planner.slow(found[0].source, found[0].receiver, found[0].nbytes_per_s)
+    flow.planner.slow(*found[0][:3])
     flow.reconcile()
     first = {to: names[0] for to, names in flow.pulls().items()}
     assert first == {"C": "A", "D": "C", "B": "D"}, "B comes last, A goes on as it did"

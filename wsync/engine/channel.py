@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from wsync.engine.membership import View
 from wsync.engine.planner import Planner, recovery_order
-from wsync.engine.progress import Progress
+from wsync.engine.progress import Pulling
 from wsync.engine.protocol import (
     Abort,
     Announce,
@@ -33,16 +33,15 @@ from wsync.engine.protocol import (
     Known,
     Message,
     Prepare,
+    Progress,
     Pull,
     ReplicaReport,
     Seal,
     SlotReport,
     TrainerReport,
 )
-from wsync.engine.protocol import Progress as ProgressReport
 from wsync.engine.routes import Routing
 from wsync.errors import ChannelError, ErrorContext, StaleView
-from wsync.events import PathDegraded
 from wsync.manifest import Manifest, lane_of
 from wsync.status import HolderPhase, HolderStatus, ReplicaPhase, ReplicaStatus, VersionPhase, VersionStatus
 
@@ -87,6 +86,7 @@ class _Receiver:
     nbytes_received: int = 0
     transfer_s: float = 0.0
     error: str = ""
+    num_ready: int = 0  # chunks, as it said last
     stripes: Stripes = ()  # as ordered last
     is_late: bool = False  # it came when the others were on their way
     is_asked: bool = False
@@ -110,7 +110,6 @@ class _Version:
     error: str = ""
     deadline: float = 0.0
     epoch: int | None = None  # the planner's when it was routed
-    progress: Progress = field(default_factory=Progress)
     holders: dict[str, _Receiver] = field(default_factory=dict)
 
     @property
@@ -275,33 +274,32 @@ class Channel:
             receiver = version.holders[holder_id]
             receiver.phase, receiver.error = HolderPhase.FAILED, error
 
-    def progress(self, holder_id: str, report: ProgressReport, now: float) -> list[PathDegraded]:
-        """How far a holder is. Returns the hops by which it gets far less than expected."""
+    def progress(self, holder_id: str, report: Progress) -> Pulling | None:
+        """How far a holder is. Returns what it pulls, and how far its sources are with it; None if it does not."""
         version = self._find(report.version, report.uid)
         receiver = version.holders.get(holder_id) if version is not None else None
         if version is None or receiver is None:
-            return []
+            return None
+        receiver.num_ready = report.num_ready
         if receiver.phase is not HolderPhase.PULLING or holder_id == version.origin:
-            version.progress.num_ready[holder_id] = report.num_ready
-            return []
-        expected = {s: self._planner.expected(self.name, s, holder_id) for s in _parents(receiver)}
-        ahead = {source: self._num_ready(version, source) for source in expected}
-        chunk_s = max((version.chunk_nbytes / rate for rate in expected.values() if rate), default=0.0)
-        rates = version.progress.report(holder_id, report.num_ready, report.nbytes_from, ahead, now, chunk_s=chunk_s)
-        for rate in rates:
-            self._planner.seen(rate.source, holder_id, rate.nbytes_per_s)
-        return [
-            PathDegraded(self.name, report.version, r.source, holder_id, expected[r.source], r.nbytes_per_s)
-            for r in rates
-            if version.progress.is_slow(holder_id, r, expected[r.source])
-        ]
+            return None
+        ahead = {source: self._num_ready(version, source) for source in _parents(receiver)}
+        return Pulling(
+            self.name,
+            report.version,
+            report.uid,
+            version.chunk_nbytes,
+            report.num_ready,
+            report.nbytes_from,
+            ahead,
+        )
 
     @staticmethod
     def _num_ready(version: _Version, holder_id: str) -> int:
         holder = version.holders.get(holder_id)
-        if holder is not None and holder.phase is HolderPhase.WHOLE:
-            return version.num_chunks
-        return version.progress.num_ready.get(holder_id, 0)
+        if holder is None:
+            return 0
+        return version.num_chunks if holder.phase is HolderPhase.WHOLE else holder.num_ready
 
     def have(self, holder_id: str, number: int, uid: int, ready: bytes) -> None:
         version = self._find(number, uid)
@@ -551,8 +549,6 @@ class Channel:
         receiver = version.holders[holder_id]
         if receiver.stripes == stripes:
             return False
-        if _parents(receiver) != tuple(dict.fromkeys(names[0] for names in stripes)):
-            version.progress.begin(holder_id)
         receiver.stripes = stripes
         records = {name: view.holder(name) for names in stripes for name in names}
         sources = {name: record.source() for name, record in records.items() if record is not None}

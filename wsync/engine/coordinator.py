@@ -23,11 +23,12 @@ from wsync.engine.channel import Channel, Order
 from wsync.engine.lanes import LanePlanner, ShardPlan, plan_lanes
 from wsync.engine.membership import HolderRecord, View
 from wsync.engine.planner import Planner
+from wsync.engine.progress import HopWatch
 from wsync.engine.protocol import Done, HolderHello, Message
 from wsync.engine.shards import Shards, lane_channel
 from wsync.engine.wire import Listener, Wire
 from wsync.errors import ChannelError, ConfigError, ErrorContext, PeerLost, StaleView, WsyncError
-from wsync.events import Aborted, Committed, EventBus, PlanMade, Staged, ViewChanged
+from wsync.events import Aborted, Committed, EventBus, PathDegraded, PlanMade, Staged, ViewChanged
 from wsync.holding import Holding
 from wsync.status import ReplicaPhase, VersionPhase, VersionStatus
 from wsync.topology import Topology
@@ -67,6 +68,7 @@ class Coordinator:
         self._channels: dict[str, Channel] = {}
         self._shards: dict[str, Shards] = {}
         self._planner = Planner()
+        self._hops = HopWatch()
         self._planning = asyncio.Lock()
         self._planners: dict[str, LanePlanner] = {}
         self._sessions: dict[str, _Session] = {}
@@ -161,6 +163,7 @@ class Coordinator:
         if self._sessions.get(holder_id) is not session:
             return
         del self._sessions[holder_id]
+        self._hops.forget(holder_id)
         self.view = self.view.left(holder_id)
         logger.info("holder %s left: %s", holder_id, reason)
         for channel in self._channels.values():
@@ -218,20 +221,29 @@ class Coordinator:
         """What hops carry; one that carries far too little is avoided from now on."""
         now = asyncio.get_running_loop().time()
         self._planner.see(self.view, now)
-        epoch = self._planner.epoch
-        for report in reports:
-            channel = self._channels.get(report.channel)
-            for hop in channel.progress(holder_id, report, now) if channel is not None else ():
-                logger.warning(
-                    "the path from %s to %s is slow: %.4g bytes/s instead of %.4g; routes are made anew",
-                    hop.source,
-                    hop.receiver,
-                    hop.nbytes_per_s,
-                    hop.expected_nbytes_per_s,
-                )
-                self._planner.slow(hop.source, hop.receiver, hop.nbytes_per_s)
-                self.events.emit(hop)
-        if self._planner.epoch != epoch:
+        told = ((self._channels.get(report.channel), report) for report in reports)
+        parts = [channel.progress(holder_id, report) for channel, report in told if channel is not None]
+        pulling = [part for part in parts if part is not None]
+        expected = {s: self._planner.expected(s, holder_id) for part in pulling for s in part.ahead}
+        slow = []
+        for rate in self._hops.report(holder_id, pulling, now, expected):
+            self._planner.seen(rate.source, holder_id, rate.nbytes_per_s)
+            if self._hops.is_slow(holder_id, rate, expected[rate.source]):
+                slow.append(rate)
+        for rate in slow:
+            logger.warning(
+                "the path from %s to %s is slow: %.4g bytes/s instead of %.4g; routes are made anew",
+                rate.source,
+                holder_id,
+                rate.nbytes_per_s,
+                expected[rate.source],
+            )
+            self._planner.slow(rate.source, holder_id, rate.nbytes_per_s)
+            for part in pulling:
+                if rate.source in part.ahead:
+                    hop = (rate.source, holder_id, expected[rate.source], rate.nbytes_per_s)
+                    self.events.emit(PathDegraded(part.channel, part.version, *hop))
+        if slow:
             self._reconcile()
 
     async def _register_trainer(

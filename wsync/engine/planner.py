@@ -7,6 +7,7 @@ out slow.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -62,6 +63,7 @@ class Planner:
         self._moving: dict[str, _Moving] = {}
         self._in_flight: set[str] = set()
         self._totals: dict[str, Load] = {}
+        self._now_flying: tuple[Load, dict[tuple[str, str], float], Counter[str]] | None = None
         self._made: dict[str, tuple[object, Routing]] = {}
         self._ways: dict[object, tuple[Tree, ...]] = {}
         self._near: dict[tuple[str, ...], frozenset[str]] = {}
@@ -78,6 +80,7 @@ class Planner:
             self._start_anew()
 
     def _start_anew(self) -> None:
+        self._now_flying = None
         self._fabric = None
         self._made.clear()
         self._ways.clear()
@@ -126,6 +129,7 @@ class Planner:
         """
         is_flying = channel in self._in_flight
         self._in_flight.add(channel)
+        self._now_flying = None
         key = (tuple(roots), tuple(receivers), nbytes)
         known = self._made.get(channel)
         if known is not None and known[0] == key and not is_beside:
@@ -178,7 +182,9 @@ class Planner:
 
     def landed(self, channel: str) -> None:
         """Nothing of the channel is on its way any more."""
-        self._in_flight.discard(channel)
+        if channel in self._in_flight:
+            self._in_flight.discard(channel)
+            self._now_flying = None
         moving = self._moving.get(channel)
         if moving is not None and moving.beside:
             self._totals[_group(channel)] = plus(self._others(channel), moving.load)
@@ -190,6 +196,7 @@ class Planner:
         self._moving.pop(channel, None)
         self._made.pop(channel, None)
         self._in_flight.discard(channel)
+        self._now_flying = None
 
     # --- what turns out
     def seen(self, source: str, receiver: str, nbytes_per_s: float) -> None:
@@ -198,20 +205,44 @@ class Planner:
         if hop is not None:
             self._fastest[hop.medium] = max(nbytes_per_s, self._fastest.get(hop.medium, 0.0))
 
-    def expected(self, channel: str, source: str, receiver: str) -> float:
-        """bytes/s of a channel's bytes over one hop of its routes while all that is in flight moves; 0 if unknown.
+    def expected(self, source: str, receiver: str) -> float:
+        """bytes/s of all that is routed over a hop while all that is in flight moves; 0 if unknown.
 
-        Not more than any hop of the medium has shown yet: processors limit, too.
+        By the bytes of each hop, or by even shares of what hops have in common if that is less; and not more than any
+        hop of the medium has shown yet: processors limit, too.
         """
-        moving = self._moving.get(channel)
-        hop = self.fabric.hop(source, receiver) if moving and {source, receiver} <= self.fabric.nodes.keys() else None
-        if moving is None or hop is None or not hop.resources:
+        known = {source, receiver} <= self.fabric.nodes.keys()
+        hop = self.fabric.hop(source, receiver) if known else None
+        if hop is None or not hop.resources or not self.fabric.is_known(source, receiver):
             return 0.0
-        routed = [moving.routed, *(routed for routed, _ in moving.beside)]
-        nbytes = sum(each.lane.nbytes * each.hops().get((source, receiver), 0.0) for each in routed)
-        loads = [other.total for name, other in self._moving.items() if name in self._in_flight]
-        busy_s = max(sum(load.get(r, 0.0) for load in loads) / self.fabric.capacity[r] for r in hop.resources)
-        return min(nbytes / busy_s if busy_s else 0.0, self._fastest.get(hop.medium, 0.0))
+        loads, pairs, num_hops = self._flying()
+        nbytes = pairs.get((source, receiver), 0.0)
+        if not nbytes:
+            return 0.0
+        shares = (min(nbytes / max(nbytes, loads.get(r, 0.0)), 1 / max(1, num_hops[r])) for r in hop.resources)
+        limits = (share * self.fabric.capacity[r] for share, r in zip(shares, hop.resources, strict=True))
+        return min(*limits, self._fastest.get(hop.medium, 0.0))
+
+    def _flying(self) -> tuple[Load, dict[tuple[str, str], float], Counter[str]]:
+        """What is in flight: bytes through each resource and over each hop, and hops that share each resource.
+
+        Counted once for each change.
+        """
+        if self._now_flying is None:
+            loads: Load = {}
+            pairs: dict[tuple[str, str], float] = {}
+            for channel in self._in_flight & self._moving.keys():
+                moving = self._moving[channel]
+                loads = plus(loads, moving.total)
+                for routed in (moving.routed, *(routed for routed, _ in moving.beside)):
+                    for pair, part in routed.hops().items():
+                        pairs[pair] = pairs.get(pair, 0.0) + part * routed.lane.nbytes
+            self._now_flying = loads, pairs, Counter(r for pair in pairs for r in self._resources(*pair))
+        return self._now_flying
+
+    def _resources(self, source: str, receiver: str) -> tuple[str, ...]:
+        hop = self.fabric.hop(source, receiver) if {source, receiver} <= self.fabric.nodes.keys() else None
+        return hop.resources if hop is not None else ()
 
     def slow(self, source: str, receiver: str, nbytes_per_s: float) -> None:
         """Routes avoid that hop, or count on no more than this, for a while. Begins a new epoch."""

@@ -1,14 +1,14 @@
-"""How fast the hops of one version are, from what its receivers report with their heartbeats. Pure.
+"""How fast hops are, from what receivers report with their heartbeats. Pure.
 
-A hop's own rate shows only while its source had something to send: it must have had, at the beginning of a span, more
-than the receiver had at its end. Else the receiver waited for bytes that were not there, and somebody further up is
-the slow one.
+A hop's own rate shows only while its source had something to send: of some version it must have had, at the beginning
+of a span, more than the receiver had at its end. Else the receiver waited for bytes that were not there, and somebody
+further up is the slow one. All that a receiver pulls from one source shares their connections, so it counts together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -17,6 +17,19 @@ MIN_CHUNKS = 4
 """A span is long enough for so many chunks at the expected rate: they come one by one."""
 SLOW, NUM_SLOW_SPANS = 0.5, 2
 """A hop is slow below this part of the expected rate, in so many spans on end."""
+
+
+class Pulling(msgspec.Struct, frozen=True):
+    """How far a receiver is with one version. `nbytes_from` counts from its beginning, for each source."""
+
+    channel: str
+    version: int
+    uid: int
+    chunk_nbytes: int
+    num_ready: int
+    nbytes_from: Mapping[str, int]
+    ahead: Mapping[str, int]
+    """Each source that it was told to pull from first -> chunks that are there."""
 
 
 class HopRate(msgspec.Struct, frozen=True):
@@ -30,53 +43,45 @@ class HopRate(msgspec.Struct, frozen=True):
 @dataclass
 class _Sample:
     at: float
-    nbytes_from: Mapping[str, int]
-    ahead: Mapping[str, int]
+    pulling: Mapping[tuple[str, int], Pulling]
 
 
-@dataclass
-class Progress:
-    """Of one version."""
+class HopWatch:
+    """Of all receivers of a job."""
 
-    num_ready: dict[str, int] = field(default_factory=dict)
-    """Holder -> chunks that it has said to have."""
-    _last: dict[str, _Sample] = field(default_factory=dict)
-    _num_slow: dict[tuple[str, str], int] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._last: dict[str, _Sample] = {}
+        self._num_slow: dict[tuple[str, str], int] = {}
 
-    def begin(self, receiver: str) -> None:
-        """It pulls from others now: what was before counts no more."""
+    def forget(self, receiver: str) -> None:
+        """It has gone."""
         self._last.pop(receiver, None)
-        self._num_slow = {pair: num for pair, num in self._num_slow.items() if pair[1] != receiver}
 
     def report(
-        self,
-        receiver: str,
-        num_ready: int,
-        nbytes_from: Mapping[str, int],
-        ahead: Mapping[str, int],
-        now: float,
-        *,
-        chunk_s: float,
+        self, receiver: str, pulling: Sequence[Pulling], now: float, expected: Mapping[str, float]
     ) -> list[HopRate]:
-        """What came over each hop since the last span, none while this one is still short.
-
-        `nbytes_from` counts from the beginning of the version; `ahead` maps each source to the chunks it has now;
-        `chunk_s` is how long a chunk should take.
-        """
-        self.num_ready[receiver] = num_ready
-        last = self._last.setdefault(receiver, _Sample(now, dict(nbytes_from), dict(ahead)))
-        span_s = now - last.at
-        if span_s < max(MIN_SPAN_S, MIN_CHUNKS * chunk_s):
+        """What came over each hop since the last span, none while this one is short for the `expected` rates."""
+        chunk_nbytes = max((part.chunk_nbytes for part in pulling), default=0)
+        chunk_s = max((chunk_nbytes / rate for rate in expected.values() if rate), default=0.0)
+        last = self._last.get(receiver)
+        span_s = now - last.at if last is not None else 0.0
+        if last is not None and span_s < max(MIN_SPAN_S, MIN_CHUNKS * chunk_s):
             return []
-        self._last[receiver] = _Sample(now, dict(nbytes_from), dict(ahead))
-        return [
-            HopRate(
-                source,
-                (nbytes_from.get(source, 0) - last.nbytes_from.get(source, 0)) / span_s,
-                last.ahead.get(source, 0) > num_ready,
-            )
-            for source in ahead
-        ]
+        sample = {(part.channel, part.uid): part for part in pulling}
+        self._last[receiver] = _Sample(now, sample)
+        if last is None or last.pulling.keys() - sample.keys():
+            return []  # what came of a version that has ended meanwhile is unknown
+        found: list[HopRate] = []
+        for source in dict.fromkeys(source for part in pulling for source in part.ahead):
+            nbytes, is_own = 0, False
+            for key, part in sample.items():
+                before = last.pulling.get(key)
+                nbytes += part.nbytes_from.get(source, 0)
+                if before is not None:
+                    nbytes -= before.nbytes_from.get(source, 0)
+                    is_own |= before.ahead.get(source, 0) > part.num_ready
+            found.append(HopRate(source, nbytes / span_s, is_own))
+        return found
 
     def is_slow(self, receiver: str, rate: HopRate, expected_nbytes_per_s: float) -> bool:
         """Whether the hop has been too slow for long enough. Asked once for every rate."""
