@@ -110,3 +110,21 @@ def test_a_line_of_a_log_has_the_time_at_which_it_came(tmp_path: Path) -> None:
     assert log.first(["is slow", "h3"], first) == second
     assert log.first(["is slow"], second) is None
     assert (tmp_path / "log").read_text().endswith("h3 > h4 is slow\n")
+
+
+def test_a_link_that_drops_midway_is_named_avoided_and_healed_with_the_right_bytes() -> None:
+    hosts = ["a", "b", "c", "d"]
+    with cluster_of([EmulatedHost(name, 0.2) for name in hosts]) as cluster:
+        broadcast = Broadcast(cluster, hosts, 64 << 20)
+        assert broadcast.job is not None
+        undisturbed = min(broadcast.last() for _ in range(2))
+        assert broadcast.job.log.first(["is slow"], 0.0) is None, "no false alarm"
+        started = broadcast.publish()
+        time.sleep(undisturbed / 3)
+        cluster.degrade("b", 0.01)
+        for host in "cd":
+            assert broadcast.committed(host) < 3 * undisturbed, "not twenty times, as behind the slow link"
+        cluster.degrade("b", 0.2)
+        broadcast.committed("b")
+        broadcast.check()
+        assert broadcast.job.log.first(["is slow", "/b"], started) is not None
