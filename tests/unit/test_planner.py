@@ -105,6 +105,7 @@ def test_a_slow_hop_is_avoided_for_a_while_and_longer_each_time() -> None:
         epoch = planner.epoch
         planner.slow("A", "B", GBIT / 10)
         assert planner.epoch == epoch + 1
+        planner.slow("A", "B", GBIT / 20)  # slower still while it is avoided: no new time
         now += REMEMBERED_S * 2**times - 1
         planner.see(view, now)
         assert hops(planner.route("c", W, ["T"], list("ABCD"))) == [("T", "A"), ("A", "C"), ("C", "D"), ("D", "B")]

@@ -55,3 +55,5 @@ def test_slow_means_for_some_spans_on_end_and_a_new_receiver_begins_anew() -> No
     assert verdicts == [False, True, False, False, True]
     watch.forget("B")
     assert watch.report("B", [pulling("c", 0, 0)], 9.0, {}) == []
+    (rate,) = watch.report("B", [pulling("c", 1, 1)], 10.0, {"A": 100.0 * MIB})
+    assert not watch.is_slow("B", rate, 100.0 * MIB), "slow spans of the one that has gone do not count"

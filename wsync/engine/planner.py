@@ -247,7 +247,7 @@ class Planner:
     def slow(self, source: str, receiver: str, nbytes_per_s: float) -> None:
         """Routes avoid that hop, or count on no more than this, for a while. Begins a new epoch."""
         former = self._slow.get((source, receiver))
-        num_times = former.num_times + 1 if former is not None and not former.until else 1
+        num_times = 1 if former is None else former.num_times + (not former.until)
         until = self._now + min(MAX_REMEMBERED_S, REMEMBERED_S * 2 ** (num_times - 1))
         self._slow[source, receiver] = _SlowHop(max(SLOWEST_NBYTES_PER_S, nbytes_per_s), until, num_times)
         self.epoch += 1

@@ -54,8 +54,9 @@ class HopWatch:
         self._num_slow: dict[tuple[str, str], int] = {}
 
     def forget(self, receiver: str) -> None:
-        """It has gone."""
+        """It has gone, also as a source."""
         self._last.pop(receiver, None)
+        self._num_slow = {pair: num for pair, num in self._num_slow.items() if receiver not in pair}
 
     def report(
         self, receiver: str, pulling: Sequence[Pulling], now: float, expected: Mapping[str, float]
