@@ -88,12 +88,13 @@ class Upstream:
             await wire.notify(await self._outbox.get())
 
     async def _beat(self, wire: Wire) -> None:
+        progress: tuple[Progress, ...] = ()
         while True:
-            progress = self._progress()
             # While bytes are moving the coordinator must see soon where they do not.
             await asyncio.sleep(self._config.heartbeat_s / (2 if progress else 1))
+            progress = self._progress()
             try:
-                await wire.call(Beat(self._progress()), timeout_s=self._config.lost_after_s)
+                await wire.call(Beat(progress), timeout_s=self._config.lost_after_s)
             except TransferTimeout:
                 wire.close()  # it hangs: look for it, or its successor, again
                 return
