@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 
-from wsync.engine.fabric import Fabric, Limits, Node
+from wsync.engine.fabric import Fabric, Hop, Limits, Node
 from wsync.engine.membership import View
 from wsync.engine.route_cost import Load, load_of, plus
 from wsync.engine.route_trees import Tree
@@ -201,7 +201,7 @@ class Planner:
     # --- what turns out
     def seen(self, source: str, receiver: str, nbytes_per_s: float) -> None:
         """So much came over that hop: what its kind can do at least."""
-        hop = self.fabric.hop(source, receiver) if {source, receiver} <= self.fabric.nodes.keys() else None
+        hop = self._hop(source, receiver)
         if hop is not None:
             self._fastest[hop.medium] = max(nbytes_per_s, self._fastest.get(hop.medium, 0.0))
 
@@ -211,8 +211,7 @@ class Planner:
         By the bytes of each hop, or by even shares of what hops have in common if that is less; and not more than any
         hop of the medium has shown yet: processors limit, too.
         """
-        known = {source, receiver} <= self.fabric.nodes.keys()
-        hop = self.fabric.hop(source, receiver) if known else None
+        hop = self._hop(source, receiver)
         if hop is None or not hop.resources or not self.fabric.is_known(source, receiver):
             return 0.0
         loads, pairs, num_hops = self._flying()
@@ -237,12 +236,13 @@ class Planner:
                 for routed in (moving.routed, *(routed for routed, _ in moving.beside)):
                     for pair, part in routed.hops().items():
                         pairs[pair] = pairs.get(pair, 0.0) + part * routed.lane.nbytes
-            self._now_flying = loads, pairs, Counter(r for pair in pairs for r in self._resources(*pair))
+            hops = filter(None, (self._hop(*pair) for pair in pairs))
+            self._now_flying = loads, pairs, Counter(resource for hop in hops for resource in hop.resources)
         return self._now_flying
 
-    def _resources(self, source: str, receiver: str) -> tuple[str, ...]:
-        hop = self.fabric.hop(source, receiver) if {source, receiver} <= self.fabric.nodes.keys() else None
-        return hop.resources if hop is not None else ()
+    def _hop(self, source: str, receiver: str) -> Hop | None:
+        """None also where one of them has gone."""
+        return self.fabric.hop(source, receiver) if {source, receiver} <= self.fabric.nodes.keys() else None
 
     def slow(self, source: str, receiver: str, nbytes_per_s: float) -> None:
         """Routes avoid that hop, or count on no more than this, for a while. Begins a new epoch."""
